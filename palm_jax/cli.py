@@ -1,0 +1,307 @@
+"""The command line: parses, calls, prints.
+
+Exit codes: 0 done, 2 wrong input, 3 the environment cannot do it, 4 stopped by a signal
+after saving, 5 a defect of palm-jax. With --json, stdout holds one JSON object and nothing
+else; whatever is said on the way goes to stderr.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import pathlib
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from palm_jax import config
+from palm_jax.errors import CannotDo, WrongInput
+
+STOPPED_BY_SIGNAL, OUR_DEFECT = 4, 5
+
+app = typer.Typer(
+    name="palm-jax",
+    help="Train a language model the PaLM way, and replay any step of it bit for bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="Prepare a corpus, and look at what a step trains on.")
+app.add_typer(data_app, name="data", no_args_is_help=True)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to override.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def main() -> None:
+    """Run the command line; a failure is one message and its exit code."""
+    try:
+        app()
+    except (WrongInput, CannotDo) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        print("This is a defect of palm-jax, not of your input.", file=sys.stderr)
+        sys.exit(OUR_DEFECT)
+
+
+@app.command(
+    epilog="Example: palm-jax train configs/quickstart.yaml steps=200 --run runs/quickstart"
+)
+def train(
+    config_file: Annotated[pathlib.Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Overrides = None,
+    run: Annotated[
+        pathlib.Path | None, typer.Option(help="The run's folder; continued if it has a run.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="Say what would be trained and what it needs, and stop.")
+    ] = False,
+    allow_environment: Annotated[
+        bool, typer.Option(help="Continue although the environment may give other bits.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train CONFIG in the folder RUN, from its newest checkpoint if there is one."""
+    settings = config.load(config_file, overrides or ())
+    if dry_run:
+        _dry_run(settings, run, as_json)
+        return
+    if run is None:
+        raise WrongInput("--run is missing: name the folder that the run is to be written to")
+    _start(settings)
+
+    from palm_jax import console, signals
+    from palm_jax import train as training
+
+    with (
+        signals.stop_request() as stop_requested,
+        console.TrainingProgress(settings.steps) as progress,
+    ):
+        outcome = training.train(
+            settings,
+            run,
+            tell=progress,
+            stop_requested=stop_requested,
+            allow_environment=allow_environment,
+        )
+    if as_json:
+        evaluation = outcome.evaluation and dataclasses.asdict(outcome.evaluation)
+        _print_json(
+            {
+                "run": str(run),
+                "step": outcome.step,
+                "loss": outcome.loss,
+                "eval": evaluation,
+                "tokens": outcome.tokens,
+                "state_digest": outcome.state_digest,
+            }
+        )
+    elif outcome.evaluation is not None:
+        _print_result(settings, outcome)
+    if outcome.stopped_by is not None:
+        raise typer.Exit(STOPPED_BY_SIGNAL)
+
+
+def _print_result(settings: config.Config, outcome: Any) -> None:
+    from palm_jax.corpus import manifest
+
+    print(f"{outcome.tokens:,} tokens in {outcome.step} steps; last loss {outcome.loss:.4f} nats")
+    model = outcome.evaluation.bits_per_byte
+    bigram = manifest.read(pathlib.Path(settings.data.corpus)).bigram_bits_per_byte
+    line = f"held-out text: {model:.4f} bits per byte"
+    if bigram is not None:
+        line += f"; a bigram model has {bigram:.4f} (ratio {model / bigram:.3f})"
+    print(line)
+    print(f"state digest {outcome.state_digest}")
+
+
+def _dry_run(settings: config.Config, run: pathlib.Path | None, as_json: bool) -> None:
+    from palm_jax.corpus import manifest
+    from palm_jax.plan import flops
+    from palm_jax.record import checkpoints
+
+    corpus = None
+    if pathlib.Path(settings.data.corpus).exists():
+        from palm_jax import train as training
+
+        corpus = manifest.read(pathlib.Path(settings.data.corpus))
+        training.check_corpus(settings, corpus)
+    tokens = flops.tokens_by_stage(settings)
+    state = flops.state_bytes(settings.model, settings.optimizer)
+    free = checkpoints.free_bytes(run or pathlib.Path())
+    ramp = settings.data.ramp
+    stages = [
+        {"start_step": start, "batch_size": size, "tokens": count}
+        for start, size, count in zip(ramp.starts, ramp.sizes, tokens, strict=True)
+    ]
+    parameters = flops.num_parameters(settings.model)
+    if as_json:
+        _print_json(
+            {
+                "parameters": parameters,
+                "tokens": sum(tokens),
+                "stages": stages,
+                "state_bytes": state,
+                "checkpoint_bytes": state,
+                "free_disk_bytes": free,
+                "corpus": corpus and corpus.digest,
+                "config": settings.model_dump(mode="json"),
+            }
+        )
+        return
+    print(config.to_yaml(settings))
+    print(f"{parameters:,} parameters")
+    for stage in stages:
+        print(
+            f"from step {stage['start_step']}: {stage['batch_size']} sequences a step, "
+            f"{stage['tokens']:,} tokens"
+        )
+    print(f"{sum(tokens):,} tokens in all")
+    print(f"{_bytes(state)} of train state, and as much for each checkpoint kept")
+    kept = settings.checkpoint.keep_last + settings.checkpoint.keep_best
+    enough = "" if free > (kept + 1) * state else f"; too little for {kept} of them and one more"
+    print(f"{_bytes(free)} free on the disk{enough}")
+    if corpus is None:
+        print(f"data.corpus={settings.data.corpus} is not there yet: `palm-jax data prepare`")
+
+
+@data_app.command(
+    epilog="Example: palm-jax data prepare --source 'text:books/*.txt' --out corpora/books"
+)
+def prepare(
+    source: Annotated[str, typer.Option(help="stdlib, or text:GLOB.")],
+    out: Annotated[pathlib.Path, typer.Option(help="The corpus folder to write.")],
+    sequence_length: Annotated[int, typer.Option(help="Targets per sequence.")] = 256,
+    held_out: Annotated[float, typer.Option(help="Fraction of documents held out.")] = 0.005,
+    document_separator: Annotated[
+        str | None, typer.Option(help="Split each text file into documents at this string.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Orders the documents.")] = 0,
+    workers: Annotated[int, typer.Option(help="Threads; the result does not depend on it.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Turn text into a corpus: tokenised, split, shuffled and cut into sequences."""
+    from palm_jax import console
+    from palm_jax.corpus import prepare as preparation
+
+    with console.PreparationProgress() as progress:
+        manifest = preparation.prepare(
+            source=source,
+            out=out,
+            sequence_length=sequence_length,
+            seed=seed,
+            held_out=held_out,
+            document_separator=document_separator,
+            workers=workers,
+            progress=progress,
+        )
+    if as_json:
+        _print_json({"out": str(out), **manifest.model_dump(mode="json")})
+        return
+    print(f"{out}: corpus {manifest.digest[:16]}, {manifest.documents_read} documents")
+    print(
+        f"  empty and left out: {manifest.empty_documents}; not UTF-8, kept byte for byte: "
+        f"{manifest.invalid_utf8_documents}; longest: {_bytes(manifest.longest_document_bytes)}"
+    )
+    for name, split in manifest.splits.items():
+        print(
+            f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, "
+            f"{split.sequences:,} sequences of {manifest.sequence_length}; "
+            f"{split.tail_tokens} tokens at the end left out"
+        )
+    if manifest.bigram_bits_per_byte is not None:
+        print(f"  a bigram model: {manifest.bigram_bits_per_byte:.4f} bits per held-out byte")
+
+
+@data_app.command(epilog="Example: palm-jax data show runs/quickstart --step 100 --rows 2")
+def show(
+    where: Annotated[pathlib.Path, typer.Argument(metavar="RUN|CONFIG")],
+    step: Annotated[int, typer.Option(help="The step.", min=0)],
+    rows: Annotated[int, typer.Option(help="How many sequences to print.", min=0)] = 4,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what step STEP of a run, or of a config, trains on."""
+    from palm_jax import data
+    from palm_jax import train as training
+    from palm_jax.corpus.reader import Corpus
+    from palm_jax.record import folder
+
+    is_run = folder.is_run(where)
+    settings = config.load(where / folder.CONFIG if is_run else where, overrides or ())
+    with Corpus.open(settings.data.corpus) as corpus:
+        training.check_corpus(settings, corpus.manifest)
+        if is_run and folder.RunFolder(where).manifest().digest != corpus.manifest.digest:
+            raise WrongInput(
+                f"data.corpus={settings.data.corpus} is not the corpus that {where} was "
+                "trained on; name that one with data.corpus=..."
+            )
+        batch = data.batch(corpus, settings.seed, step, settings.data.ramp)
+        if as_json:
+            _print_json(
+                {
+                    "step": step,
+                    "first_position": batch.first_position,
+                    "batch_size": len(batch.sequence_ids),
+                    "sequence_ids": batch.sequence_ids.tolist(),
+                    "digest": batch.digest,
+                }
+            )
+            return
+        print(
+            f"step {step}: {len(batch.sequence_ids)} sequences from position "
+            f"{batch.first_position}, digest {batch.digest}"
+        )
+        for row, sequence_id in enumerate(batch.sequence_ids.tolist()[:rows]):
+            spans = corpus.documents("train", sequence_id)
+            print(
+                f"\n--- row {row}: sequence {sequence_id}, from "
+                + ", ".join(f"{span.name} [{span.start}:{span.stop}]" for span in spans)
+            )
+            print(corpus.decode(batch.tokens[row]))
+        if rows < len(batch.sequence_ids):
+            print(f"\n({len(batch.sequence_ids) - rows} more; --rows N shows them)")
+
+
+def _start(settings: config.Config) -> None:
+    from palm_jax import start
+
+    # Orbax tells of every file it writes; its failures reach us as exceptions.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    # A loss may be NaN; that is for the logbook and the curves to show.
+    logging.getLogger("tensorboardX").setLevel(logging.ERROR)
+    start.start(settings)
+
+
+def _print_json(fields: dict[str, Any]) -> None:
+    def strict(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {key: strict(inner) for key, inner in value.items()}
+        return [strict(v) for v in value] if isinstance(value, list | tuple) else value
+
+    print(json.dumps(strict(fields), allow_nan=False))
+
+
+def _bytes(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,476 @@
+"""Typed, frozen configuration: YAML files with a `base:`, and `section.key=value` overrides.
+
+A configuration is data. Reading somebody's run never executes code from its folder, and
+this module imports neither JAX nor anything that touches a device, so that thread counts
+and emulated devices can be set from it before JAX starts.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import difflib
+import hashlib
+import json
+import pathlib
+import re
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+
+from palm_jax.errors import WrongInput
+
+# What may change when a run is resumed, sections or single settings: none of it can change
+# the run's bits. (A corpus that moved is known by its digest.)
+MAY_CHANGE_ON_RESUME = (
+    "steps",
+    "log",
+    "eval",
+    "checkpoint",
+    "data.corpus",
+    "data.read_threads",
+    "data.prefetch_steps",
+)
+
+PositiveInt = Annotated[int, pydantic.Field(gt=0)]
+NaturalInt = Annotated[int, pydantic.Field(ge=0)]
+PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
+Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+
+
+class Section(pydantic.BaseModel):
+    # Strict: YAML's `true` is not the integer 1, and "12" is not twelve.
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Model(Section):
+    """The decoder (PaLM, section 2)."""
+
+    num_layers: PositiveInt
+    width: PositiveInt
+    num_heads: PositiveInt
+    head_size: PositiveInt  # 256 in the paper's models
+    feed_forward: PositiveInt | None = None  # default 4 x width, at full width for SwiGLU
+    vocabulary_size: Annotated[int, pydantic.Field(ge=2)]  # with the end-of-document id
+    vocabulary_multiple: PositiveInt = 128  # the table is padded up to a multiple of this
+    sequence_length: PositiveInt  # targets per sequence
+    norm: Literal["rms", "layernorm"] = "rms"  # "rms": no mean, scale stored around zero
+    rope_base: PositiveFloat = 10000.0
+    tied_embedding: bool = True
+    qk_norm: bool = False
+    isolate_documents: bool = False  # PaLM mentions no masking between packed documents
+    z_loss: Annotated[float, pydantic.Field(ge=0)] = 1e-4  # weight of (log Z)^2
+    remat: Literal["none", "full", "dots", "attention"] = "none"
+
+    @property
+    def feed_forward_size(self) -> int:
+        return self.feed_forward or 4 * self.width
+
+    @property
+    def padded_vocabulary_size(self) -> int:
+        return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @pydantic.model_validator(mode="after")
+    def _head_size_is_even(self) -> Model:
+        if self.head_size % 2:
+            raise ValueError(
+                f"head_size={self.head_size}: rotary embedding turns pairs, so it must be even"
+            )
+        return self
+
+
+class Ramp(Section):
+    """Batch size by stage (PaLM, section 5).
+
+    Stage i starts at step starts[i] and has sizes[i] sequences per step.
+    """
+
+    starts: tuple[NaturalInt, ...] = (0,)
+    sizes: tuple[PositiveInt, ...]  # sequences per step
+
+    @pydantic.model_validator(mode="after")
+    def _one_size_per_stage(self) -> Ramp:
+        rising = all(a < b for a, b in zip(self.starts, self.starts[1:], strict=False))
+        if len(self.starts) != len(self.sizes) or self.starts[:1] != (0,) or not rising:
+            raise ValueError(
+                f"starts={list(self.starts)}, sizes={list(self.sizes)}: "
+                "need one size per stage, and starts that rise from 0"
+            )
+        return self
+
+
+class Data(Section):
+    corpus: str  # folder written by `palm-jax data prepare`
+    ramp: Ramp
+    read_threads: PositiveInt = 2
+    prefetch_steps: PositiveInt = 4
+
+
+class Adafactor(Section):
+    """PaLM's optimizer (PaLM, section 5): Adafactor without factoring."""
+
+    name: Literal["adafactor"] = "adafactor"
+    beta1: Fraction = 0.9
+    beta2_exponent: PositiveFloat = 0.8  # beta2 = 1 - k^-0.8
+    clip_norm: PositiveFloat | None = 1.0  # global norm of the gradient
+    update_clip: PositiveFloat | None = 1.0  # RMS of each update; the paper does not mention it
+    weight_decay_exponent: PositiveFloat | None = 2.0  # decay = rate^2, not multiplied by rate
+    epsilon_square: PositiveFloat = 1e-30  # added to g^2; the paper gives none, T5X this
+    epsilon_scale: PositiveFloat = 1e-3  # floor of RMS(parameter); likewise
+
+
+class AdamW(Section):
+    name: Literal["adamw"]
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: PositiveFloat = 1e-8
+    clip_norm: PositiveFloat | None = 1.0
+    weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.1  # multiplied by the rate
+
+
+class PalmSchedule(Section):
+    """peak until update `hold_steps`, then peak * sqrt(hold_steps / k); k counts from 1."""
+
+    kind: Literal["palm"] = "palm"
+    peak: PositiveFloat = 0.01
+    hold_steps: PositiveInt = 10_000
+
+
+class CosineSchedule(Section):
+    """Linear warm-up to `peak`, half a cosine to `final` at `decay_steps`, then constant."""
+
+    kind: Literal["cosine"]
+    peak: PositiveFloat
+    final: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    warmup_steps: NaturalInt = 0
+    # Not `steps`: lengthening a run must not change the steps already made.
+    decay_steps: PositiveInt
+
+    @pydantic.model_validator(mode="after")
+    def _decay_follows_warmup(self) -> CosineSchedule:
+        if self.warmup_steps >= self.decay_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} leaves nothing of "
+                f"decay_steps={self.decay_steps}; make decay_steps larger"
+            )
+        if self.final > self.peak:
+            raise ValueError(f"final={self.final} is above peak={self.peak}")
+        return self
+
+
+class Precision(Section):
+    """float32, or bfloat16 compute over float32 weights, norms, softmax, loss and sums."""
+
+    policy: Literal["float32", "bfloat16"] = "float32"
+
+
+class Numerics(Section):
+    """What fixes the bits of a step (docs/bits.md). A change here is another run."""
+
+    microbatch: PositiveInt = 1  # sequences; the unit of computation
+    lanes: PositiveInt = 8  # the largest data-parallel width the run is meant for
+    threads: PositiveInt = 8  # size of XLA:CPU's pool, by which it splits contractions
+
+    @pydantic.model_validator(mode="after")
+    def _lanes_are_a_power_of_two(self) -> Numerics:
+        if self.lanes & (self.lanes - 1):
+            raise ValueError(f"lanes={self.lanes} must be a power of two (a binary tree's leaves)")
+        return self
+
+
+class Mesh(Section):
+    data: PositiveInt = 1
+    fsdp: PositiveInt = 1
+    tensor: PositiveInt = 1
+    emulated_devices: PositiveInt | None = None  # give a CPU machine this many devices
+
+    @property
+    def data_parallel(self) -> int:
+        return self.data * self.fsdp
+
+
+class Checkpoint(Section):
+    every: PositiveInt = 100  # steps
+    keep_last: PositiveInt = 3
+    keep_best: NaturalInt = 1  # by held-out loss
+    keep_every: PositiveInt | None = None  # steps
+
+
+class Eval(Section):
+    every: PositiveInt | None = None  # steps; a run that ends evaluates in any case
+
+
+class Log(Section):
+    every: PositiveInt = 10  # steps between flushes of the logbook
+    tensorboard: bool = True
+    peak_flops: PositiveFloat | None = None  # FLOP/s of one device, where it is not known
+
+
+class Config(Section):
+    seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
+    steps: Annotated[int, pydantic.Field(gt=0, lt=2**31)]
+    model: Model
+    data: Data
+    optimizer: Annotated[Adafactor | AdamW, pydantic.Field(discriminator="name")] = Adafactor()
+    schedule: Annotated[PalmSchedule | CosineSchedule, pydantic.Field(discriminator="kind")] = (
+        PalmSchedule()
+    )
+    precision: Precision = Precision()
+    numerics: Numerics = Numerics()
+    mesh: Mesh = Mesh()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    log: Log = Log()
+
+    @pydantic.model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        numerics, mesh, model = self.numerics, self.mesh, self.model
+        unit = numerics.lanes * numerics.microbatch
+        for size in self.data.ramp.sizes:
+            if size % unit:
+                raise ValueError(
+                    f"data.ramp.sizes holds {size}, which is not a multiple of numerics.lanes x "
+                    f"numerics.microbatch = {numerics.lanes} x {numerics.microbatch} = {unit}"
+                )
+        if numerics.lanes % mesh.data_parallel:
+            raise ValueError(
+                f"mesh.data x mesh.fsdp = {mesh.data} x {mesh.fsdp} = {mesh.data_parallel} must "
+                f"divide numerics.lanes={numerics.lanes}"
+            )
+        if model.width % numerics.lanes:
+            raise ValueError(
+                f"model.width={model.width} must be a multiple of numerics.lanes={numerics.lanes}: "
+                "parameters are cut into that many slices along it"
+            )
+        for setting, size in (
+            ("model.num_heads", model.num_heads),
+            ("model.feed_forward", model.feed_forward_size),
+            ("the padded model.vocabulary_size", model.padded_vocabulary_size),
+        ):
+            if size % mesh.tensor:
+                raise ValueError(f"{setting} = {size} does not divide by mesh.tensor={mesh.tensor}")
+        num_devices = mesh.data_parallel * mesh.tensor
+        if mesh.emulated_devices is not None and mesh.emulated_devices != num_devices:
+            raise ValueError(
+                f"mesh.emulated_devices={mesh.emulated_devices}, but mesh.data x fsdp x tensor = "
+                f"{mesh.data} x {mesh.fsdp} x {mesh.tensor} = {num_devices}; make them equal"
+            )
+        return self
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers, and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, collections.abc.Hashable):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a plain word", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would take for a number."""
+
+
+# YAML 1.1 reads 1e-4 as text, 010 as eight, 1:30 as ninety and 2020-01-01 as a date.
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {
+        first: [
+            (tag, form) for tag, form in rows if tag.rpartition(":")[2] in ("bool", "null", "merge")
+        ]
+        for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")
+    )
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$"
+            r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+        ),
+        list("-+0123456789."),
+    )
+
+
+def _parse(text: str, where: str) -> Any:
+    """Plain data: what JSON can hold, no part of it shared by two places (YAML's aliases)."""
+    try:
+        # A SafeLoader: it builds plain data only, and runs nothing.
+        return json.loads(json.dumps(yaml.load(text, _Loader)))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise WrongInput(f"{where} is not valid YAML: {error}") from None
+
+
+def _read_file(path: pathlib.Path, below: tuple[pathlib.Path, ...] = ()) -> dict[str, Any]:
+    """Settings of a file over those of its base; `below` are the files that lead here."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        own_place = path.resolve()
+    # ValueError: not UTF-8, or a name that no file can have. RuntimeError: links in a circle.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise WrongInput(f"cannot read the config {path}: {error}") from None
+    if own_place in below:
+        raise WrongInput(f"{path}: its base leads back to itself")
+    settings = _parse(text, str(path))
+    if not isinstance(settings, dict):
+        raise WrongInput(f"{path} must hold `section:` mappings, not {type(settings).__name__}")
+    base = settings.pop("base", None)
+    if base is None:
+        return settings
+    if not isinstance(base, str):
+        raise WrongInput(f"{path}: base={base!r} must be the path of another config")
+    return _merged(_read_file(path.parent / base, (*below, own_place)), settings)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = _merged(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def _apply_override(settings: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not all(name.split(".")):
+        raise WrongInput(f"override {override!r} must have the form section.key=value")
+    *sections, key = name.split(".")
+    if len(sections) > 2:
+        raise WrongInput(f"override {override!r}: there are no settings that deep")
+    place = settings
+    for section in sections:
+        inner = place.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise WrongInput(f"override {override!r}: {section} holds a value, not a section")
+        place = inner
+    place[key] = _parse(text, f"override {override!r}")
+
+
+def load(path: str | pathlib.Path, overrides: collections.abc.Sequence[str] = ()) -> Config:
+    """Read a config file, its bases and overrides.
+
+    Raises:
+      WrongInput: a file that cannot be read, a key that does not exist (with the nearest
+        that does), a value of the wrong kind, or settings that do not fit together.
+    """
+    settings = _read_file(pathlib.Path(path))
+    for override in overrides:
+        _apply_override(settings, override)
+    return from_dict(settings, str(path))
+
+
+def from_dict(settings: dict[str, Any], where: str = "config") -> Config:
+    """Build a Config from plain data; errors as in `load`."""
+    for section, tag in (("optimizer", "name"), ("schedule", "kind")):
+        # So that one setting of the default kind can be changed without naming it.
+        if isinstance(given := settings.get(section), dict) and tag not in given:
+            default = Config.model_fields[section].default
+            settings = {**settings, section: {tag: getattr(default, tag), **given}}
+    try:
+        # Through JSON, because strict validation of JSON takes a list for a tuple.
+        return Config.model_validate_json(json.dumps(settings))
+    except pydantic.ValidationError as error:
+        problems = [_explain(e) for e in error.errors(include_url=False)]
+        raise WrongInput(f"{where}: " + "; ".join(problems)) from None
+    except (TypeError, ValueError) as error:
+        raise WrongInput(f"{where}: {error}") from None
+
+
+def _keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key there is, e.g. `model.width`."""
+    found = []
+    for name, field in model.model_fields.items():
+        inner = [
+            kind
+            for kind in (field.annotation, *getattr(field.annotation, "__args__", ()))
+            if isinstance(kind, type) and issubclass(kind, Section)
+        ]
+        for kind in inner:
+            found += _keys(kind, f"{prefix}{name}.")
+        if not inner:
+            found.append(f"{prefix}{name}")
+    return list(dict.fromkeys(found))
+
+
+def _explain(error: Any) -> str:
+    # A discriminated union puts its tag into the location: optimizer.adamw.beta1.
+    tags = {"adafactor", "adamw", "palm", "cosine"}
+    name = ".".join(
+        str(part)
+        for position, part in enumerate(error["loc"])
+        if not (position == 1 and part in tags)
+    )
+    if error["type"] == "extra_forbidden":
+        return f"there is no setting {name}{_nearest(name)}"
+    if error["type"] == "missing":
+        return f"{name} is missing; set it in the file or with {name}=..."
+    if error["type"] == "value_error":
+        return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
+    return f"{name}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _nearest(name: str) -> str:
+    keys = _keys(Config)
+    leaf = name.rpartition(".")[2]
+    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
+    close = same_leaf or difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
+    if not close:
+        by_leaf = {key.rpartition(".")[2]: key for key in keys}
+        close = [by_leaf[k] for k in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.5)]
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def to_yaml(config: Config) -> str:
+    """The complete resolved config, readable, and accepted again by `load`."""
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+
+
+def fingerprint(config: Config) -> str:
+    """Hash of every setting that must stay the same while a run is continued."""
+    fixed = {key: value for key, value in _flat(config).items() if not may_change(key)}
+    text = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def may_change(key: str) -> bool:
+    """Whether a dotted setting may differ when a run is resumed."""
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE_ON_RESUME)
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted settings that differ, with both values: {"model.width": (64, 128)}."""
+    before, after = _flat(old), _flat(new)
+    return {
+        key: (before.get(key), after.get(key))
+        for key in before | after
+        if before.get(key) != after.get(key)
+    }
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted key."""
+
+    def rows(settings: dict[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in settings.items():
+            if isinstance(value, dict):
+                found |= rows(value, f"{prefix}{key}.")
+            else:
+                found[prefix + key] = value
+        return found
+
+    return rows(config.model_dump(mode="json"), "")

@@ -1,0 +1,156 @@
+"""What a person sees while a command runs, on stderr: a live line, or plain lines in a log."""
+
+from __future__ import annotations
+
+import collections.abc
+import types
+from typing import Any
+
+import rich.console
+import rich.progress
+
+
+class TrainingProgress:
+    """Shows the events that `train` tells of."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.console = rich.console.Console(stderr=True, highlight=False)
+        self._bar: rich.progress.Progress | None = None
+        self._task = rich.progress.TaskID(0)
+
+    def __enter__(self) -> TrainingProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: str, fields: dict[str, Any]) -> None:
+        show: dict[str, collections.abc.Callable[[dict[str, Any]], None]] = {
+            "start": self._start,
+            "step": self._step,
+            "evaluation": self._evaluation,
+            "checkpoint": self._checkpoint,
+            "stop": self._stop,
+        }
+        show[event](fields)
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def _start(self, fields: dict[str, Any]) -> None:
+        verb = f"continues at step {fields['step']}" if fields["step"] else "starts"
+        environment = fields["environment"]
+        self._print(
+            f"{fields['parameters']:,} parameters on {environment['device_kind']}; the run {verb} "
+            f"of {self.steps}"
+        )
+        for key, (old, new) in fields["settings_changed"].items():
+            self._print(f"  {key} was {old}, is {new}")
+        for key, (old, new) in fields["environment_changed"].items():
+            self._print(f"  environment: {key} was {old}, is {new}; bits may differ")
+        for line in fields["torn_lines"]:
+            self._print(f"  logbook/{line} was torn when a process died; it was left out")
+        for name in fields["leftovers"]:
+            self._print(f"  checkpoints/{name} was never finished; the next save removes it")
+        if fields["step"] < self.steps:
+            self._print("  compiling; the first step takes longest")
+        if self.console.is_terminal:
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                rich.progress.BarColumn(bar_width=20),
+                rich.progress.TextColumn("{task.fields[news]}"),
+                rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
+                console=self.console,
+            )
+            self._task = self._bar.add_task(
+                "train", total=self.steps, completed=fields["step"], news=""
+            )
+            self._bar.start()
+
+    def _step(self, fields: dict[str, Any]) -> None:
+        done, news = fields["step"] + 1, self._news(fields)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, news=news)
+        else:
+            left = (self.steps - done) * fields["step_seconds"]
+            self._print(f"step {done}/{self.steps}  {news}  {_duration(left)} left")
+
+    @staticmethod
+    def _news(fields: dict[str, Any]) -> str:
+        parts = [
+            f"loss {fields['loss']:.4f}",
+            f"gradient norm {fields['gradient_norm']:.3g}",
+            f"{fields['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if "model_flops_utilisation" in fields:
+            parts.append(f"MFU {fields['model_flops_utilisation']:.1%}")
+        else:
+            parts.append(f"{fields['model_flops_per_second'] / 1e9:,.1f} model GFLOP/s")
+        if not fields["applied"]:
+            parts.append("update SKIPPED")
+        return "  ".join(parts)
+
+    def _evaluation(self, fields: dict[str, Any]) -> None:
+        self._print(
+            f"held out after step {fields['step']}: loss {fields['loss']:.4f}, perplexity "
+            f"{fields['perplexity']:.3f}, {fields['bits_per_byte']:.4f} bits per byte "
+            f"({fields['sequences']} sequences)"
+        )
+
+    def _checkpoint(self, fields: dict[str, Any]) -> None:
+        self._print(f"checkpoint {fields['step']}, state digest {fields['state_digest']}")
+
+    def _stop(self, fields: dict[str, Any]) -> None:
+        if fields["signal"] is not None and fields["step"] < self.steps:
+            self._print(
+                f"stopped by {fields['signal']} after step {fields['step']}, which is saved; "
+                "the same command continues"
+            )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class PreparationProgress:
+    """Shows `corpus.prepare`'s (stage, done, total)."""
+
+    def __init__(self) -> None:
+        self._console = rich.console.Console(stderr=True, highlight=False)
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._tasks: dict[str, rich.progress.TaskID] = {}
+
+    def __enter__(self) -> PreparationProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(stage, total=total)
+            if self._bar.disable:
+                self._console.print(f"{stage} ...", markup=False)
+        self._bar.update(self._tasks[stage], completed=done, total=total)

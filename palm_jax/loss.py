@@ -1,0 +1,105 @@
+"""Next-token loss (PaLM, section 5): float32 cross-entropy and z-loss, as sums and counts.
+
+Whoever adds microbatches and devices up divides once, by the count of them all: a mean of
+means would weigh a token by its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from palm_jax.model import MASKED
+
+
+class LossSums(NamedTuple):
+    """Sums over the target tokens; losses in nats."""
+
+    cross_entropy: jax.Array  # f32[...]: sum of log Z - logit of the target
+    z: jax.Array  # f32[...]: sum of (log Z)^2, not yet weighted
+    log_z: jax.Array  # f32[...]
+    targets: jax.Array  # i32[...]: how many tokens were counted
+
+
+def logits(hidden_BLD: jax.Array, unembedding_VD: jax.Array, vocabulary_size: int) -> jax.Array:
+    """Float32 scores [B, L, V], times 1/sqrt(D); the padding of the table can never win."""
+    B, L, D = hidden_BLD.shape
+    scores_TV = jax.lax.dot_general(
+        hidden_BLD.reshape(B * L, D),
+        unembedding_VD,
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    scores_BLV = scores_TV.reshape(B, L, -1) * D**-0.5
+    padding_V = jnp.arange(unembedding_VD.shape[0]) >= vocabulary_size
+    return jnp.where(padding_V, MASKED, scores_BLV)
+
+
+@jax.custom_vjp
+def token_losses(logits_BLV: jax.Array, targets_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy and log Z of each token, two f32[B, L], in nats.
+
+    Raises:
+      TypeError: the logits are not float32; bfloat16 is too coarse for a log-sum over a
+        large vocabulary.
+    """
+    if logits_BLV.dtype != jnp.float32:
+        raise TypeError(f"the loss needs float32 logits, not {logits_BLV.dtype}")
+    peak_BL = jnp.max(logits_BLV, axis=-1)
+    sum_BL = jnp.sum(jnp.exp(logits_BLV - peak_BL[..., None]), axis=-1)
+    log_z_BL = jnp.log(sum_BL) + peak_BL
+    target_logit_BL = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
+    return log_z_BL - target_logit_BL, log_z_BL
+
+
+def _forward(logits_BLV: jax.Array, targets_BL: jax.Array):  # type: ignore[no-untyped-def]
+    cross_entropy_BL, log_z_BL = token_losses(logits_BLV, targets_BL)
+    return (cross_entropy_BL, log_z_BL), (logits_BLV, targets_BL, log_z_BL)
+
+
+def _backward(saved, cotangents):  # type: ignore[no-untyped-def]
+    """d logits = (dCE + dlogZ) softmax - dCE onehot: no division, no scatter."""
+    logits_BLV, targets_BL, log_z_BL = saved
+    cross_entropy_BL, log_z_cotangent_BL = cotangents
+    softmax_BLV = jnp.exp(logits_BLV - log_z_BL[..., None])
+    is_target_BLV = targets_BL[..., None] == jnp.arange(logits_BLV.shape[-1])
+    both_BL = cross_entropy_BL + log_z_cotangent_BL
+    return (
+        both_BL[..., None] * softmax_BLV - jnp.where(is_target_BLV, cross_entropy_BL[..., None], 0),
+        None,
+    )
+
+
+token_losses.defvjp(_forward, _backward)
+
+
+def sums_by_sequence(
+    logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array | None = None
+) -> LossSums:
+    """LossSums of each sequence, [B].
+
+    Args:
+      logits_BLV: float32.
+      targets_BL: the token that follows each position, in its own row.
+      weights_BL: bool; false takes a token out of every sum. Default: all count.
+    """
+    cross_entropy_BL, log_z_BL = token_losses(logits_BLV, targets_BL)
+    if weights_BL is None:
+        counts_B = jnp.full(targets_BL.shape[:1], targets_BL.shape[1], jnp.int32)
+    else:
+        cross_entropy_BL = jnp.where(weights_BL, cross_entropy_BL, 0)
+        log_z_BL = jnp.where(weights_BL, log_z_BL, 0)
+        counts_B = jnp.sum(weights_BL, axis=-1, dtype=jnp.int32)
+    return LossSums(
+        cross_entropy=jnp.sum(cross_entropy_BL, axis=-1),
+        z=jnp.sum(log_z_BL * log_z_BL, axis=-1),
+        log_z=jnp.sum(log_z_BL, axis=-1),
+        targets=counts_B,
+    )
+
+
+def objective(sums: LossSums, z_weight: float) -> jax.Array:
+    """What is differentiated: cross-entropy plus weighted z-loss, still a sum."""
+    return sums.cross_entropy + z_weight * sums.z

@@ -1,0 +1,262 @@
+"""PaLM's decoder (PaLM, section 2): parallel block, SwiGLU, multi-query attention, RoPE.
+
+Training code sees two functions, `init` and `hidden`; parameters are a plain nested dict
+whose names end in the letters of their axes:
+
+  B batch   L length (queries)   S length (keys)   N layers (leading axis of stacked leaves)
+  D model   H heads   K head size   F feed-forward   V vocabulary, padded
+
+A letter names a logical axis and never says how the axis is sharded; `sharding.py` has the
+one table that does. The loss owns the unembedding.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from palm_jax import config
+
+Params = dict[str, Any]
+EPSILON = 1e-6  # of the norms, as in the authors' inference code
+# Finite, so that a row without any visible key would give numbers and not NaN.
+MASKED = -1e30
+
+
+@jax.custom_vjp
+def softmax(scores: jax.Array) -> jax.Array:
+    """Softmax over the last axis of float32 scores, written without dividing an array.
+
+    XLA may turn `x / broadcast(s)` into `x * (1 / s)`, and chooses differently for
+    different device counts; here, forward and backward, there is nothing to choose.
+    """
+    exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    return exponentials * (1.0 / jnp.sum(exponentials, axis=-1, keepdims=True))
+
+
+def _softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    probabilities = softmax(scores)
+    return probabilities, probabilities
+
+
+def _softmax_backward(probabilities: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    inner = jnp.sum(cotangent * probabilities, axis=-1, keepdims=True)
+    return (probabilities * (cotangent - inner),)
+
+
+softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+@jax.custom_vjp
+def embed(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
+    """Rows of the embedding; the gradient of a row is summed in float32 whatever its type.
+
+    A frequent token's row receives thousands of terms: bfloat16 would stop adding at 256.
+    """
+    return table_VD[ids_BL]
+
+
+def _embed_forward(table_VD: jax.Array, ids_BL: jax.Array) -> tuple[jax.Array, Any]:
+    return embed(table_VD, ids_BL), (table_VD, ids_BL)
+
+
+def _embed_backward(saved: Any, cotangent_BLD: jax.Array) -> tuple[jax.Array, None]:
+    table_VD, ids_BL = saved
+    zeros_VD = jnp.zeros(table_VD.shape, jnp.float32)
+    gradient_VD = zeros_VD.at[ids_BL].add(cotangent_BLD.astype(jnp.float32))
+    return gradient_VD.astype(table_VD.dtype), None
+
+
+embed.defvjp(_embed_forward, _embed_backward)
+
+
+def normalise(x: jax.Array, kind: str) -> jax.Array:
+    """Root-mean-square norm, or layer norm, of the last axis, without a scale; float32."""
+    x = x.astype(jnp.float32)
+    per_element = 1.0 / x.shape[-1]
+    if kind == "layernorm":
+        x = x - jnp.sum(x, axis=-1, keepdims=True) * per_element
+    mean_square = jnp.sum(x * x, axis=-1, keepdims=True) * per_element
+    return x * jax.lax.rsqrt(mean_square + EPSILON)
+
+
+@functools.cache
+def rotary_tables(length: int, head_size: int, base: float) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines f32[L, K/2] of the rotary angles; angles in float64.
+
+    bfloat16 angles would merge positions 256 and 257.
+    """
+    inverse_frequency = base ** (-np.arange(0, head_size, 2) / head_size)
+    angles = np.arange(length)[:, None] * inverse_frequency
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
+    """Rotary embedding over all dims, first half against second half; float32 in and out.
+
+    Source: RoFormer, section 3.2; half-split as in the authors' inference code.
+    """
+    cosine, sine = tables
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
+
+
+def visible(documents_BL: jax.Array | None, length: int) -> jax.Array:
+    """Which keys a query may see, bool[B or 1, L, S]: its past and, if given, its document."""
+    causal_LS = np.tril(np.ones((length, length), np.bool_))[None]
+    if documents_BL is None:
+        return jnp.asarray(causal_LS)
+    return jnp.asarray(causal_LS) & (documents_BL[:, :, None] == documents_BL[:, None, :])
+
+
+def document_numbers(ids_BL: jax.Array, end_of_document: int) -> jax.Array:
+    """Number within its row of the document each token belongs to, i32[B, L].
+
+    The end-of-document token is the last one of its document.
+    """
+    ends_BL = (ids_BL == end_of_document).astype(jnp.int32)
+    return jnp.cumsum(ends_BL, axis=1) - ends_BL
+
+
+def attention(
+    query_BLHK: jax.Array, key_BSK: jax.Array, value_BSK: jax.Array, visible_BLS: jax.Array
+) -> jax.Array:
+    """Multi-query attention [B, L, H, K]: all heads share one key and one value.
+
+    The 1/sqrt(K) of the scores is already in the query. Scores and softmax are float32.
+    """
+    scores_BHLS = jnp.einsum(
+        "blhk,bsk->bhls", query_BLHK, key_BSK, preferred_element_type=jnp.float32
+    )
+    scores_BHLS = jnp.where(visible_BLS[:, None], scores_BHLS, MASKED)
+    weights_BHLS = softmax(scores_BHLS).astype(value_BSK.dtype)
+    return jnp.einsum("bhls,bsk->blhk", weights_BHLS, value_BSK)
+
+
+def _kernel(num_inputs: int) -> nn.initializers.Initializer:
+    """N(0, 1/num_inputs), neither truncated nor averaged with the outputs (PaLM, section 2)."""
+    return nn.initializers.normal(stddev=num_inputs**-0.5)
+
+
+class Block(nn.Module):
+    """One layer: y = x + MLP(norm(x)) + Attention(norm(x)), with one shared norm."""
+
+    settings: config.Model
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x_BLD: jax.Array, visible_BLS: jax.Array) -> jax.Array:
+        m = self.settings
+        D, H, K, F = m.width, m.num_heads, m.head_size, m.feed_forward_size
+        B, L, _ = x_BLD.shape
+        zeros, param = nn.initializers.zeros, self.param
+        norm_scale_D = param("norm_scale_D", zeros, (D,))
+        w_query_DHK = param("w_query_DHK", _kernel(D), (D, H, K))
+        w_key_DK = param("w_key_DK", _kernel(D), (D, K))
+        w_value_DK = param("w_value_DK", _kernel(D), (D, K))
+        w_attention_HKD = param("w_attention_HKD", _kernel(H * K), (H, K, D))
+        w_gate_DF = param("w_gate_DF", _kernel(D), (D, F))
+        w_up_DF = param("w_up_DF", _kernel(D), (D, F))
+        w_down_FD = param("w_down_FD", _kernel(F), (F, D))
+
+        # Scales are stored around zero, so that weight decay pulls them to one.
+        normed = (normalise(x_BLD, m.norm) * (1.0 + norm_scale_D)).astype(self.dtype)
+        # Two-dimensional products: XLA:CPU runs them faster than the einsums they equal.
+        normed_TD = normed.reshape(B * L, D)
+        query_BLHK = (normed_TD @ w_query_DHK.reshape(D, H * K)).reshape(B, L, H, K)
+        key_BSK = (normed_TD @ w_key_DK).reshape(B, L, K)
+        value_BSK = (normed_TD @ w_value_DK).reshape(B, L, K)
+        gate_TF = nn.silu((normed_TD @ w_gate_DF).astype(jnp.float32)).astype(self.dtype)
+        feed_forward_TD = (gate_TF * (normed_TD @ w_up_DF)) @ w_down_FD
+
+        query_BLHK, key_BSK = query_BLHK.astype(jnp.float32), key_BSK.astype(jnp.float32)
+        if m.qk_norm:
+            query_scale_K = param("query_norm_scale_K", zeros, (K,))
+            key_scale_K = param("key_norm_scale_K", zeros, (K,))
+            query_BLHK = normalise(query_BLHK, "layernorm") * (1.0 + query_scale_K)
+            key_BSK = normalise(key_BSK, "layernorm") * (1.0 + key_scale_K)
+        cosine_LK, sine_LK = rotary_tables(L, K, m.rope_base)
+        query_BLHK = rotate(query_BLHK, (cosine_LK[:, None], sine_LK[:, None])) * K**-0.5
+        key_BSK = rotate(key_BSK, (cosine_LK, sine_LK))
+
+        attend = jax.checkpoint(attention) if m.remat == "attention" else attention
+        heads_BLHK = attend(
+            query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, visible_BLS
+        )
+        attention_TD = heads_BLHK.reshape(B * L, H * K) @ w_attention_HKD.reshape(H * K, D)
+        return x_BLD + (feed_forward_TD + attention_TD).reshape(B, L, D)
+
+
+def init(key: jax.Array, settings: config.Model) -> Params:
+    """Float32 parameters; layers are stacked along a leading axis N.
+
+    The embedding is N(0, 1) and enters unscaled; the logits are multiplied by 1/sqrt(D).
+    """
+    key_embedding, key_unembedding, key_layers = jax.random.split(key, 3)
+    V, D, L = settings.padded_vocabulary_size, settings.width, settings.sequence_length
+    block = Block(settings, jnp.float32)
+    x_BLD, visible_BLS = jnp.zeros((1, L, D)), visible(None, L)
+
+    def init_layer(key: jax.Array) -> Params:
+        return dict(block.init(key, x_BLD, visible_BLS)["params"])
+
+    params: Params = {
+        "embedding_VD": jax.random.normal(key_embedding, (V, D), jnp.float32),
+        "layers": jax.vmap(init_layer)(jax.random.split(key_layers, settings.num_layers)),
+    }
+    if not settings.tied_embedding:
+        params["unembedding_VD"] = jax.random.normal(key_unembedding, (V, D), jnp.float32)
+    return params
+
+
+_REMAT_POLICIES: dict[str, Any] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def hidden(
+    params: Params,
+    ids_BL: jax.Array,
+    *,
+    settings: config.Model,
+    dtype: jnp.dtype,
+    documents_BL: jax.Array | None = None,
+    gather_layer: collections.abc.Callable[[Params], Params] = lambda layer: layer,
+) -> jax.Array:
+    """The residual stream after the last layer and the final, scale-less norm, [B, L, D].
+
+    Args:
+      params: as from `init`; top-level leaves whole and in their compute format, `layers`
+        as `gather_layer` wants them.
+      ids_BL: token ids, below the vocabulary size.
+      documents_BL: as from `document_numbers`; given, a token sees its own document only.
+      gather_layer: turns one layer's stored parameters into the whole ones in their compute
+        format. It is called inside the scan, so that only one layer is whole at a time.
+    """
+    block = Block(settings, dtype)
+    visible_BLS = visible(documents_BL, ids_BL.shape[1])
+
+    # A plain scan rather than Linen's lifted one: the gather and its own backward rule sit
+    # visibly inside it, and compile time does not grow with depth.
+    def layer(x_BLD: jax.Array, stored: Params) -> tuple[jax.Array, None]:
+        return block.apply({"params": gather_layer(stored)}, x_BLD, visible_BLS), None  # type: ignore[return-value]
+
+    if settings.remat in _REMAT_POLICIES:
+        layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[settings.remat], prevent_cse=False)
+    x_BLD = embed(params["embedding_VD"], ids_BL)
+    x_BLD, _ = jax.lax.scan(layer, x_BLD, params["layers"])
+    return normalise(x_BLD, settings.norm).astype(dtype)
+
+
+def unembedding(params: Params) -> jax.Array:
+    """The table [V, D] that turns hidden states into logits."""
+    return params["unembedding_VD" if "unembedding_VD" in params else "embedding_VD"]

@@ -1,0 +1,109 @@
+"""Parameters, FLOPs, utilisation, bytes of state and tokens of a configured run.
+
+L layers, D model, H heads, Q head size, F feed-forward, V vocabulary, T sequence length.
+Counts are exact Python integers.
+"""
+
+from __future__ import annotations
+
+from palm_jax import config
+
+# Peak bfloat16 FLOP/s of one device, by `jax.Device.device_kind`.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,  # v5p
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+FLOAT32_BYTES = 4
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak FLOP/s of one device; None where it is not known, as for any CPU."""
+    return PEAK_FLOPS.get(device_kind)
+
+
+def num_parameters(model: config.Model, padded: bool = False) -> int:
+    """N, as the paper counts; `padded` adds the rows that only pad the vocabulary.
+
+    Source: PaLM, section 2; its table 1 prints 8.63, 62.50 and 540.35 billion.
+    """
+    width, query_size = model.width, model.num_heads * model.head_size
+    attention = 2 * width * query_size + 2 * width * model.head_size  # q and o; one k, one v
+    feed_forward = 3 * width * model.feed_forward_size  # SwiGLU has two kernels in, one out
+    scales = width  # one norm a layer; the norm before the logits has no scale
+    if model.qk_norm:
+        scales += 2 * model.head_size  # one for queries and one for keys, shared by heads
+    vocabulary = model.padded_vocabulary_size if padded else model.vocabulary_size
+    num_tables = 1 if model.tied_embedding else 2
+    return model.num_layers * (attention + feed_forward + scales) + num_tables * vocabulary * width
+
+
+def flops_per_token(
+    num_parameters: int,
+    num_layers: int,
+    num_heads: int,
+    head_size: int,
+    sequence_length: int,
+    *,
+    recomputed_dense: float = 0.0,
+    recomputed_attention: float = 0.0,
+) -> float:
+    """Matrix-product FLOPs of one token, forward and backward: 6N + 12LHQT.
+
+    Args:
+      recomputed_dense: the fraction of the forward pass's 2N that rematerialization does
+        again. With it the result counts what the hardware does, not what the model needs.
+      recomputed_attention: the same for the forward pass's 4LHQT.
+    Source: PaLM, appendix B.
+    """
+    attention = num_layers * num_heads * head_size * sequence_length
+    return (6 + 2 * recomputed_dense) * num_parameters + (12 + 4 * recomputed_attention) * attention
+
+
+def train_flops_per_token(
+    model: config.Model, *, recomputed_dense: float = 0.0, recomputed_attention: float = 0.0
+) -> float:
+    """`flops_per_token` of a configured model; its padded rows do not count."""
+    return flops_per_token(
+        num_parameters(model),
+        model.num_layers,
+        model.num_heads,
+        model.head_size,
+        model.sequence_length,
+        recomputed_dense=recomputed_dense,
+        recomputed_attention=recomputed_attention,
+    )
+
+
+def model_flops_utilisation(
+    tokens_per_second: float, model: config.Model, num_devices: int, peak_flops: float
+) -> float:
+    """The fraction of the devices' peak that went into FLOPs the model needs.
+
+    Args:
+      tokens_per_second: of all devices together.
+      peak_flops: of one device.
+    Source: PaLM, appendix B.
+    """
+    return tokens_per_second * train_flops_per_token(model) / (num_devices * peak_flops)
+
+
+def state_bytes(model: config.Model, optimizer: config.Adafactor | config.AdamW) -> int:
+    """Bytes of a whole train state's arrays: float32 parameters and optimizer moments."""
+    match optimizer:
+        case config.Adafactor() | config.AdamW():
+            num_moments = 2  # momentum and an unfactored second moment
+    return FLOAT32_BYTES * (1 + num_moments) * num_parameters(model, padded=True)
+
+
+def tokens_by_stage(run: config.Config) -> tuple[int, ...]:
+    """Tokens that each stage of the batch ramp trains on; 0 for one never reached."""
+    ramp = run.data.ramp
+    ends = [*ramp.starts[1:], run.steps]
+    return tuple(
+        max(0, min(end, run.steps) - start) * size * run.model.sequence_length
+        for start, end, size in zip(ramp.starts, ends, ramp.sizes, strict=True)
+    )

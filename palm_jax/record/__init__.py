@@ -1,0 +1,1 @@
+"""What a run leaves behind: digests of bits, its environment, its logbook, its checkpoints."""

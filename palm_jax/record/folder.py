@@ -1,0 +1,120 @@
+"""A run's folder: who may continue it, and where its parts lie.
+
+RUN/
+  config.yaml          resolved and complete
+  manifest.json        of the corpus, as when the run began
+  logbook/NNNN.jsonl   append-only
+  segments/NNN/        segment.json, checkpoints/STEP/, tensorboard/
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import secrets
+import shutil
+from typing import Any
+
+from palm_jax import config
+from palm_jax.corpus import manifest
+from palm_jax.errors import CannotDo, WrongInput
+
+CONFIG, MANIFEST = "config.yaml", manifest.FILE_NAME
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    path: pathlib.Path
+
+    def segment(self, number: int) -> pathlib.Path:
+        return self.path / "segments" / f"{number:03d}"
+
+    def last_segment(self) -> int:
+        names = [path.name for path in (self.path / "segments").iterdir()]
+        return max(int(name) for name in names if name.isdigit())
+
+    def checkpoints(self, segment: int) -> pathlib.Path:
+        return self.segment(segment) / "checkpoints"
+
+    def tensorboard(self, segment: int) -> pathlib.Path:
+        return self.segment(segment) / "tensorboard"
+
+    def config(self) -> config.Config:
+        return config.load(self.path / CONFIG)
+
+    def manifest(self) -> manifest.Manifest:
+        return manifest.read(self.path)
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    return (pathlib.Path(path) / CONFIG).is_file()
+
+
+def open_run(
+    path: str | os.PathLike[str], settings: config.Config, corpus: manifest.Manifest
+) -> tuple[RunFolder, dict[str, Any]]:
+    """The folder of a new run, or of the one that `settings` continue.
+
+    Returns:
+      the folder, and the settings that changed since the run was last started (only those
+      that may), as {"steps": (400, 800)}.
+    Raises:
+      WrongInput: the folder holds something else, or a run of another config or corpus.
+      CannotDo: it cannot be written.
+    """
+    run = RunFolder(manifest.local_folder(path, "--run").absolute())
+    if not is_run(run.path):
+        _create(run, settings, corpus)
+        return run, {}
+    changes = config.differences(run.config(), settings)
+    if fixed := {key: both for key, both in changes.items() if not config.may_change(key)}:
+        rows = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in fixed.items())
+        raise WrongInput(
+            f"{run.path} is a run of another config: {rows}. Continue it with its own settings, "
+            "or name another folder with --run"
+        )
+    if (before := run.manifest().digest) != corpus.digest:
+        raise WrongInput(
+            f"{run.path} was trained on the corpus {before[:16]}, but data.corpus="
+            f"{settings.data.corpus} is {corpus.digest[:16]}; name the run's own corpus"
+        )
+    if changes:
+        _write(run.path / CONFIG, config.to_yaml(settings))
+    return run, changes
+
+
+def _create(run: RunFolder, settings: config.Config, corpus: manifest.Manifest) -> None:
+    # Complete under another name, then renamed: a killed start leaves no half run.
+    path = run.path
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise WrongInput(f"--run {path} exists and is not a run; name a new or empty folder")
+    whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        new = RunFolder(whole)
+        new.segment(0).mkdir(parents=True)
+        (whole / "logbook").mkdir()
+        _write(whole / CONFIG, config.to_yaml(settings))
+        _write(whole / MANIFEST, corpus.model_dump_json(indent=2) + "\n")
+        _write(
+            new.segment(0) / "segment.json",
+            json.dumps({"segment": 0, "parent": None, "start_step": 0, "exclusions": []}) + "\n",
+        )
+        whole.rename(path)
+    except OSError as error:
+        shutil.rmtree(whole, ignore_errors=True)
+        raise CannotDo(f"cannot create the run folder {path}: {error}; name another") from error
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Replace a file as a whole, and wait until it is on the disk."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise CannotDo(f"cannot write {path}: {error}") from error

@@ -1,0 +1,131 @@
+"""Records of steps: kept on the devices until they are flushed, then written and checked."""
+
+from __future__ import annotations
+
+import collections.abc
+import time
+from typing import Any
+
+import jax
+import tensorboardX
+
+from palm_jax import config, data
+from palm_jax.errors import CannotDo
+from palm_jax.plan import flops
+from palm_jax.record import logbook
+from palm_jax.record.logbook import History, Logbook
+
+Tell = collections.abc.Callable[[str, dict[str, Any]], None]  # (event, fields)
+
+
+class StepRecorder:
+    """Takes each step's batch and vitals; `flush` brings them to the logbook.
+
+    Between flushes vitals stay on the devices, so that no step waits for its predecessor.
+    A step that was executed before must have computed the same bits again.
+    """
+
+    def __init__(
+        self,
+        settings: config.Config,
+        segment: int,
+        book: Logbook,
+        history: History,
+        summaries: tensorboardX.SummaryWriter | None,
+        tell: Tell,
+    ) -> None:
+        self.settings, self.segment = settings, segment
+        self.book, self.history, self.summaries, self.tell = book, history, summaries, tell
+        self.last: dict[str, Any] | None = None  # computed fields of the last flushed step
+        self._pending: list[tuple[data.StepBatch, dict[str, jax.Array]]] = []
+        device = jax.devices()[0]
+        self._peak = settings.log.peak_flops or flops.peak_flops(device.device_kind)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last flush out of the next step's time."""
+        self._since = time.perf_counter()
+
+    def add(self, batch: data.StepBatch, vitals: dict[str, jax.Array]) -> None:
+        self._pending.append((batch, vitals))
+
+    def flush(self) -> None:
+        """Write what is pending and wait until it is on the disk.
+
+        Raises:
+          CannotDo: a step that was executed before has now computed other bits.
+        """
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        vitals = jax.device_get([v for _, v in pending])
+        measured = self._measured(pending)
+        different = None
+        for (batch, _), computed in zip(pending, vitals, strict=True):
+            step = batch.step
+            tokens = data.sequences_before(self.settings.data.ramp, step + 1)
+            self.last = {
+                **computed,
+                "tokens": tokens * self.settings.model.sequence_length,
+                "batch_size": len(batch.tokens),
+                "first_position": batch.first_position,
+                "batch_digest": batch.digest,
+            }
+            first = self.history.first_attempt(self.segment, step)
+            attempt = self.history.next_attempt(self.segment, step)
+            self.book.step(
+                segment=self.segment,
+                attempt=attempt,
+                step=step,
+                computed=self.last,
+                measured=measured,
+            )
+            again = logbook.exact_bits(self.last)
+            field = logbook.compare_bits(first, again) if first is not None else None
+            if field is not None and different is None:
+                different = {
+                    "step": step,
+                    "attempt": attempt,
+                    "field": field,
+                    "first": (first or {}).get(field),
+                    "again": again.get(field),
+                }
+            self._summarise(step, measured)
+        if different is not None:
+            self.book.append("difference", segment=self.segment, **different)
+        self.book.flush()
+        self.tell("step", {"step": pending[-1][0].step, **(self.last or {}), **measured})
+        if different is not None:
+            raise CannotDo(
+                f"step {different['step']} was executed before, and its {different['field']} was "
+                f"{different['first']}; now it is {different['again']}: this machine, "
+                "environment or checkpoint does not give the run's bits. Nothing was saved; "
+                "the logbook has both attempts"
+            )
+        self.restart_clock()
+
+    def _measured(self, pending: list[tuple[data.StepBatch, Any]]) -> dict[str, Any]:
+        """Means over the steps since the last flush. All of a step's targets count."""
+        model, seconds = self.settings.model, time.perf_counter() - self._since
+        num_tokens = sum(len(batch.tokens) for batch, _ in pending) * model.sequence_length
+        rate = num_tokens / seconds
+        mesh = self.settings.mesh
+        num_devices = mesh.data_parallel * mesh.tensor
+        measured = {
+            "step_seconds": seconds / len(pending),
+            "tokens_per_second": rate,
+            "model_flops_per_second": rate * flops.train_flops_per_token(model),
+        }
+        if self._peak is not None:
+            measured["model_flops_utilisation"] = flops.model_flops_utilisation(
+                rate, model, num_devices, self._peak
+            )
+        return measured
+
+    def _summarise(self, step: int, measured: dict[str, Any]) -> None:
+        if self.summaries is None or self.last is None:
+            return
+        for name, value in {**self.last, **measured}.items():
+            # `skip_above` is infinite unless somebody sets it.
+            if not isinstance(value, str) and name != "skip_above":
+                self.summaries.add_scalar(name, float(value), step)

@@ -1,0 +1,265 @@
+"""The train state and the pure step.
+
+  step(state, batch, controls) -> (state, vitals)
+
+The step is a function: all that can change its result is in its arguments. Letters as in
+model.py; how sums keep their bits on any number of devices is in sharding.py.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from palm_jax import config, loss, model, optimizer, precision, schedules, sharding
+
+Vitals = dict[str, jax.Array]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a step changes. The optimizer state has its own count, which gives beta2."""
+
+    step: jax.Array  # i32[]: index of the next data batch; a skipped update advances it
+    schedule_step: jax.Array  # i32[]: updates applied so far, as the rate counts them
+    params: model.Params
+    optimizer: Any
+
+
+class Controls(NamedTuple):
+    """The few numbers that may change a step from outside; recorded with every step."""
+
+    rate_scale: jax.Array  # f32[]: multiplies the rate
+    skip_above: jax.Array  # f32[]: a gradient norm not below it skips the update
+
+
+def controls(rate_scale: float = 1.0, skip_above: float = np.inf) -> Controls:
+    """Controls as device arrays. By default only a non-finite gradient skips its update."""
+    return Controls(jnp.float32(rate_scale), jnp.float32(skip_above))
+
+
+def _gather(params: model.Params, dtype: jnp.dtype) -> model.Params:
+    """Stored slices of top-level parameters, or of one layer's, made whole for computing."""
+    whole = {}
+    for name, shard in params.items():
+        axis = name.rpartition("_")[2].find("D")
+        compute = precision.parameter_compute_dtype(name, dtype)
+        whole[name] = sharding.gather(shard, None if axis < 0 else axis, compute)
+    return whole
+
+
+def microbatch_losses(
+    params: model.Params,
+    tokens_BL: jax.Array,
+    weights_B: jax.Array | None,
+    settings: config.Config,
+    end_of_document: int,
+) -> loss.LossSums:
+    """LossSums of each of a microbatch's sequences [B], from this device's slices.
+
+    Args:
+      params: slices as stored; must run where the mesh axes are bound.
+      tokens_BL: i32[B, L+1]; position t predicts token t + 1 of its own row.
+      weights_B: bool; false for rows that only pad a microbatch.
+    """
+    dtype = precision.compute_dtype(settings.precision)
+    inputs_BL, targets_BL = tokens_BL[:, :-1], tokens_BL[:, 1:]
+    documents_BL = (
+        model.document_numbers(inputs_BL, end_of_document)
+        if settings.model.isolate_documents
+        else None
+    )
+    top = {name: leaf for name, leaf in params.items() if name != "layers"}
+    whole = _gather(top, dtype) | {"layers": params["layers"]}
+    hidden_BLD = model.hidden(
+        whole,
+        inputs_BL,
+        settings=settings.model,
+        dtype=dtype,
+        documents_BL=documents_BL,
+        gather_layer=lambda layer: _gather(layer, dtype),
+    )
+    logits_BLV = loss.logits(hidden_BLD, model.unembedding(whole), settings.model.vocabulary_size)
+    weights_BL = (
+        None if weights_B is None else jnp.broadcast_to(weights_B[:, None], targets_BL.shape)
+    )
+    return loss.sums_by_sequence(logits_BLV, targets_BL, weights_BL)
+
+
+def gradients(
+    params: model.Params, tokens: jax.Array, settings: config.Config, end_of_document: int
+) -> tuple[model.Params, loss.LossSums]:
+    """Gradient of the summed objective, and LossSums of the whole batch.
+
+    Args:
+      params: this device's slices.
+      tokens: i32[passes, 1, microbatch, L+1], this device's microbatch of each pass.
+    Returns:
+      Gradients in the layout of `params`, float32; sums as scalars. Not yet divided.
+    """
+
+    def objective(params: model.Params, tokens_BL: jax.Array) -> tuple[jax.Array, loss.LossSums]:
+        by_sequence = microbatch_losses(params, tokens_BL, None, settings, end_of_document)
+        sums = jax.tree.map(functools.partial(jnp.sum, axis=0), by_sequence)
+        return loss.objective(sums, settings.model.z_loss), sums
+
+    def one_pass(tokens: jax.Array) -> tuple[model.Params, loss.LossSums]:
+        gradient, sums = jax.grad(objective, has_aux=True)(params, tokens[0])
+        return gradient, jax.tree.map(sharding.tree_over_devices, sums)
+
+    return sharding.streamed_sum(one_pass, tokens, settings.numerics.lanes)  # type: ignore[no-any-return]
+
+
+def train_step(
+    state: TrainState,
+    tokens: jax.Array,
+    controls: Controls,
+    *,
+    settings: config.Config,
+    end_of_document: int,
+) -> tuple[TrainState, Vitals]:
+    """One step on this device's slices and microbatches (`compile_step` maps it).
+
+    A skipped update leaves parameters, optimizer state and its counts as they were; only
+    the data step advances.
+    """
+    reductions = sharding.MatrixReductions(
+        settings.numerics.lanes, one=jnp.where(state.step >= 0, 1.0, 2.0)
+    )
+    rule = optimizer.build(settings.optimizer, reductions.mean_squares)
+
+    gradient, sums = gradients(state.params, tokens, settings, end_of_document)
+    per_target = 1.0 / sums.targets.astype(jnp.float32)
+    gradient = jax.tree.map(lambda g: g * per_target, gradient)
+    gradient_norm = reductions.norm(gradient)
+    rate = schedules.rate(settings.schedule)(state.schedule_step) * controls.rate_scale
+    updates, optimizer_state = rule.update(
+        gradient, state.optimizer, state.params, gradient_norm=gradient_norm, rate=rate
+    )
+    # Written so that NaN compares as "skip".
+    applied = gradient_norm < controls.skip_above
+    after = TrainState(
+        step=state.step,
+        schedule_step=state.schedule_step + 1,
+        params=optax.apply_updates(state.params, updates),
+        optimizer=optimizer_state,
+    )
+    after = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, state)
+    num_parameters = reductions.num_elements(state.params)
+    cross_entropy = sums.cross_entropy * per_target
+    z_loss = settings.model.z_loss * (sums.z * per_target)
+    vitals = {
+        "loss": cross_entropy + z_loss,
+        "cross_entropy": cross_entropy,
+        "z_loss": z_loss,
+        "mean_log_z": sums.log_z * per_target,
+        "gradient_norm": gradient_norm,
+        "update_rms": reductions.norm(updates) * num_parameters**-0.5,
+        "parameter_norm": reductions.norm(state.params),
+        "rate": rate,
+        "rate_scale": controls.rate_scale,
+        "skip_above": controls.skip_above,
+        "applied": applied,
+        "schedule_step": state.schedule_step,
+        "targets": sums.targets,
+    }
+    return after.replace(step=state.step + 1), vitals  # type: ignore[attr-defined]
+
+
+# --- compiled for a mesh ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The functions of one config on one mesh, compiled when first called."""
+
+    settings: config.Config
+    mesh: jax.sharding.Mesh
+    state_shapes: TrainState  # ShapeDtypeStruct leaves, with their shardings
+    init: collections.abc.Callable[[], TrainState]
+    step: Any  # (state, batch, controls) -> (state, vitals); donates the state
+    losses: Any  # (params, tokens, weights) -> LossSums [passes, devices, microbatch]
+
+    def put(self, tokens: np.ndarray) -> jax.Array:
+        """Rows [batch, L+1] in batch order as [passes, devices, microbatch, L+1] on the mesh."""
+        return self._put(tokens.reshape(self._passes(len(tokens)) + tokens.shape[1:]))
+
+    def put_weights(self, weights: np.ndarray) -> jax.Array:
+        return self._put(weights.reshape(self._passes(len(weights))))
+
+    def _passes(self, num_rows: int) -> tuple[int, int, int]:
+        width, size = self.settings.mesh.data_parallel, self.settings.numerics.microbatch
+        return (num_rows // (width * size), width, size)
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, sharding.batch_sharding(self.mesh))
+
+
+def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_document: int) -> Program:
+    """Prepare (without compiling) what a run calls.
+
+    Args:
+      end_of_document: the corpus's id for it; used where documents are isolated.
+    """
+    whole = optimizer.build(settings.optimizer, mean_squares=_unused)
+
+    def fresh() -> TrainState:
+        params = model.init(jax.random.key(settings.seed), settings.model)
+        return TrainState(
+            step=jnp.int32(0),
+            schedule_step=jnp.int32(0),
+            params=params,
+            optimizer=whole.init(params),
+        )
+
+    shapes = jax.eval_shape(fresh)
+    shards = sharding.shardings(mesh, shapes)
+    shapes = jax.tree.map(
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, shards
+    )
+    manual = jax.tree_util.tree_map_with_path(sharding.manual_spec, shapes)
+    batch = PartitionSpec(None, sharding.DATA_PARALLEL)
+    on_mesh = functools.partial(
+        jax.shard_map, mesh=mesh, axis_names=set(sharding.DATA_PARALLEL), check_vma=False
+    )
+    step = on_mesh(
+        functools.partial(train_step, settings=settings, end_of_document=end_of_document),
+        in_specs=(manual, batch, PartitionSpec()),
+        out_specs=(manual, PartitionSpec()),
+    )
+
+    options = precision.compiler_options(mesh.devices.flat[0].platform)
+
+    def losses(params: model.Params, tokens: jax.Array, weights: jax.Array) -> loss.LossSums:
+        def one_pass(rows: tuple[jax.Array, jax.Array]) -> loss.LossSums:
+            sums = microbatch_losses(params, rows[0][0], rows[1][0], settings, end_of_document)
+            return jax.tree.map(lambda x: x[None], sums)
+
+        return jax.lax.map(one_pass, (tokens, weights))
+
+    return Program(
+        settings=settings,
+        mesh=mesh,
+        state_shapes=shapes,
+        init=jax.jit(fresh, out_shardings=shards),
+        step=jax.jit(
+            step, donate_argnums=0, out_shardings=(shards, None), compiler_options=options
+        ),
+        losses=jax.jit(
+            on_mesh(losses, in_specs=(manual.params, batch, batch), out_specs=batch),
+            compiler_options=options,
+        ),
+    )
+
+
+def _unused(tree: Any) -> Any:
+    raise AssertionError("an optimizer's init takes no mean squares")

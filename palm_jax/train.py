@@ -1,0 +1,275 @@
+"""The one loop: start or continue a run, step by step, and leave its record.
+
+What is executed when is in `train`, from top to bottom; what a step computes is in step.py.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any
+
+import tensorboardX
+
+from palm_jax import config, data, sharding
+from palm_jax.corpus.manifest import Manifest
+from palm_jax.corpus.reader import Corpus
+from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.plan import flops
+from palm_jax.record import checkpoints as checkpoint_store
+from palm_jax.record import environment, folder, logbook
+from palm_jax.record.checkpoints import Checkpoints
+from palm_jax.record.steps import StepRecorder, Tell
+from palm_jax.step import Program, TrainState, controls, make_program
+from palm_jax.use.evaluate import Evaluation, evaluate
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Where a call of `train` ended."""
+
+    step: int  # the state's next step
+    loss: float  # of the last step
+    tokens: int  # target tokens trained on since step 0
+    state_digest: str
+    evaluation: Evaluation | None  # None if stopped before the end
+    stopped_by: str | None  # the signal's name
+
+
+def check_corpus(settings: config.Config, manifest: Manifest) -> None:
+    """Raise WrongInput if the model cannot train on this corpus."""
+    model, path = settings.model, settings.data.corpus
+    if model.sequence_length != manifest.sequence_length:
+        raise WrongInput(
+            f"model.sequence_length={model.sequence_length}, but data.corpus={path} is cut into "
+            f"sequences of {manifest.sequence_length}; prepare it again or change the model"
+        )
+    if model.vocabulary_size != manifest.vocabulary_size:
+        raise WrongInput(
+            f"model.vocabulary_size={model.vocabulary_size}, but the tokenizer "
+            f"{manifest.tokenizer!r} of data.corpus={path} has {manifest.vocabulary_size} ids; "
+            f"set model.vocabulary_size={manifest.vocabulary_size}"
+        )
+
+
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def train(
+    settings: config.Config,
+    run: str | pathlib.Path,
+    *,
+    tell: Tell = lambda event, fields: None,
+    stop_requested: collections.abc.Callable[[], str | None] = lambda: None,
+    allow_environment: bool = False,
+) -> Outcome:
+    """Train `settings` in the folder `run`, from its newest checkpoint if it has one.
+
+    Args:
+      tell: is told of each event as it enters the logbook.
+      stop_requested: asked after every step; names the reason to save and stop, or None.
+      allow_environment: continue although the environment may give other bits.
+    Raises:
+      WrongInput: settings, corpus and run folder do not fit together.
+      CannotDo: the devices, the disk, the environment or a damaged checkpoint forbid it.
+    """
+    with contextlib.ExitStack() as stack:
+        # --- what the run stands on ---
+        corpus = stack.enter_context(Corpus.open(settings.data.corpus))
+        check_corpus(settings, corpus.manifest)
+        mesh = sharding.make_mesh(settings.mesh)
+        program = make_program(settings, mesh, corpus.manifest.end_of_document)
+        run_folder, changes = folder.open_run(run, settings, corpus.manifest)
+        segment = run_folder.last_segment()
+        history = logbook.History.read(run_folder.path)
+        current = environment.capture(
+            threads=settings.numerics.threads, mesh_shape=dict(mesh.shape)
+        )
+        changed = _environment_changes(run_folder, current, allow_environment)
+        saved = stack.enter_context(
+            Checkpoints(run_folder.checkpoints(segment), settings.checkpoint)
+        )
+        checkpoint_store.check_space(
+            run_folder.path, checkpoint_store.bytes_of(program.state_shapes)
+        )
+
+        # --- where it goes on ---
+        start = saved.latest() or 0
+        if start > settings.steps:
+            raise WrongInput(
+                f"steps={settings.steps}, but {run_folder.path} has already made {start} steps; "
+                f"set steps={start} or more"
+            )
+        state, restored = _state_at(start, program, saved)
+
+        book = stack.enter_context(logbook.Logbook.open(run_folder.path))
+        num_parameters = flops.num_parameters(settings.model)
+        beginning = {
+            "segment": segment,
+            "step": start,
+            "steps": settings.steps,
+            "parameters": num_parameters,
+            "fingerprint": config.fingerprint(settings),
+            "corpus_digest": corpus.manifest.digest,
+            "settings_changed": {key: list(both) for key, both in changes.items()},
+            "environment_changed": {key: list(both) for key, both in changed.items()},
+            "torn_lines": [f"{torn.path.name}:{torn.line}" for torn in history.torn],
+            "leftovers": saved.leftovers(),
+            "environment": current,
+        }
+        book.append("start", **beginning)
+        book.flush()
+        tell("start", beginning)
+
+        # --- the loop ---
+        summaries = _summaries(stack, run_folder.tensorboard(segment), start, settings.log)
+        recorder = StepRecorder(settings, segment, book, history, summaries, tell)
+        source = data.BatchSource(
+            corpus, settings.seed, settings.data.ramp, num_steps=settings.steps
+        )
+        batches = data.batches(
+            source,
+            start,
+            settings.steps,
+            threads=settings.data.read_threads,
+            prefetch=settings.data.prefetch_steps,
+        )
+        stack.enter_context(contextlib.closing(batches))
+        fixed = controls()
+        done, digest, evaluation, stopped_by = start, restored, None, None
+        for batch in batches:
+            state, vitals = program.step(state, program.put(batch.tokens), fixed)
+            recorder.add(batch, vitals)
+            done = batch.step + 1
+            stopped_by = stop_requested()
+            at_end = done == settings.steps or stopped_by is not None
+            to_save = at_end or due(done, settings.checkpoint.every)
+            if to_save or due(done, settings.log.every):
+                recorder.flush()
+            evaluation = None
+            if due(done, settings.eval.every) or done == settings.steps:
+                evaluation = evaluate(program, state.params, corpus)
+                _record_evaluation(book, summaries, tell, segment, done, evaluation)
+                recorder.restart_clock()
+            if to_save:
+                digest = _save(saved, book, tell, segment, done, state, evaluation)
+                recorder.restart_clock()
+            if stopped_by is not None:
+                break
+        if start == settings.steps:  # nothing was left to do
+            evaluation = evaluate(program, state.params, corpus)
+            _record_evaluation(book, summaries, tell, segment, done, evaluation)
+        saved.wait()  # the run's last words come after its last checkpoint is on the disk
+        last = recorder.last or _last_step(run_folder, segment, done - 1)
+        outcome = Outcome(
+            step=done,
+            loss=float(last["loss"]),
+            tokens=data.sequences_before(settings.data.ramp, done) * settings.model.sequence_length,
+            state_digest=digest,
+            evaluation=evaluation,
+            stopped_by=stopped_by if done < settings.steps else None,
+        )
+        ending = {"segment": segment, "step": done, "state_digest": digest, "signal": stopped_by}
+        book.append("stop", **ending)
+        book.flush()
+        tell("stop", ending)
+        return outcome
+
+
+def _state_at(start: int, program: Program, saved: Checkpoints) -> tuple[TrainState, str]:
+    """The state whose next step is `start`, and its digest if it comes from a checkpoint.
+
+    Step 0 is computed from the config.
+    """
+    if start == 0:
+        return program.init(), ""
+    state, record = saved.restore(start, program.state_shapes)
+    return state, record["digest"]["whole"]
+
+
+def _environment_changes(
+    run: folder.RunFolder, current: dict[str, Any], allowed: bool
+) -> dict[str, tuple[Any, Any]]:
+    """How the environment differs from that of the run's last start.
+
+    Raises:
+      CannotDo: it does, in what can change bits, and that is not `allowed`.
+    """
+    recorded = None
+    for record in logbook.scan(run.path):
+        if isinstance(record, dict) and record["event"] == "start":
+            recorded = record["environment"]
+    if recorded is None:
+        return {}
+    changed = environment.differences(recorded, current)
+    if changed and not allowed:
+        rows = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in changed.items())
+        raise CannotDo(
+            f"{run.path} was trained in another environment, and the bits may differ: {rows}. "
+            "Restore it, or continue with --allow-environment, which the logbook will say"
+        )
+    return changed
+
+
+def _summaries(
+    stack: contextlib.ExitStack, path: pathlib.Path, start: int, settings: config.Log
+) -> tensorboardX.SummaryWriter | None:
+    if not settings.tensorboard:
+        return None
+    writer = tensorboardX.SummaryWriter(str(path), purge_step=start)
+    stack.callback(writer.close)
+    return writer
+
+
+def _record_evaluation(
+    book: logbook.Logbook,
+    summaries: tensorboardX.SummaryWriter | None,
+    tell: Tell,
+    segment: int,
+    step: int,
+    evaluation: Evaluation,
+) -> None:
+    fields = {"segment": segment, "step": step, **dataclasses.asdict(evaluation)}
+    book.append("evaluation", **fields)
+    book.flush()
+    tell("evaluation", fields)
+    if summaries is not None:
+        for name in ("loss", "perplexity", "bits_per_byte"):
+            summaries.add_scalar(f"{evaluation.split}/{name}", fields[name], step)
+
+
+def _save(
+    saved: Checkpoints,
+    book: logbook.Logbook,
+    tell: Tell,
+    segment: int,
+    step: int,
+    state: TrainState,
+    evaluation: Evaluation | None,
+) -> str:
+    """Start saving `state` as checkpoint `step`; returns its digest."""
+    record = {"segment": segment}
+    digest = saved.save(step, state, record, None if evaluation is None else evaluation.loss)
+    fields = {"segment": segment, "step": step, "state_digest": digest.whole}
+    book.append("checkpoint", **fields)
+    book.flush()
+    tell("checkpoint", fields)
+    return digest.whole
+
+
+def _last_step(run: folder.RunFolder, segment: int, step: int) -> dict[str, Any]:
+    """Computed fields of the last recorded attempt of a step."""
+    found: dict[str, Any] | None = None
+    for record in logbook.scan(run.path):
+        if (
+            isinstance(record, dict)
+            and record["event"] == "step"
+            and (record["segment"], record["step"]) == (segment, step)
+        ):
+            found = record["computed"]
+    if found is None:
+        raise CannotDo(f"the logbook of {run.path} has no record of step {step}; restore it")
+    return found

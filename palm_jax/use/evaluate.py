@@ -1,0 +1,54 @@
+"""Loss on a split of the corpus, every sequence once. Reads parameters, changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from palm_jax import model
+from palm_jax.corpus.reader import Corpus
+from palm_jax.step import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    split: str
+    loss: float  # cross-entropy in nats per target token, without the z-loss
+    perplexity: float
+    bits_per_byte: float  # all targets' bits over the bytes they stand for
+    sequences: int
+    targets: int
+
+
+def evaluate(
+    program: Program, params: model.Params, corpus: Corpus, split: str = "held_out"
+) -> Evaluation:
+    """Evaluate on all of a split; the last, partial batch counts like the others.
+
+    The sum over sequences is exact (math.fsum), so it does not depend on how they are batched.
+    """
+    numerics = program.settings.numerics
+    size = numerics.lanes * numerics.microbatch
+    num_sequences = corpus.num_sequences(split)
+    nats: list[float] = []
+    targets = 0
+    for first in range(0, num_sequences, size):
+        ids = np.arange(first, min(first + size, num_sequences))
+        tokens = np.zeros((size, corpus.sequence_length + 1), np.int32)
+        tokens[: len(ids)] = corpus.read(split, ids)
+        counted = np.arange(size) < len(ids)
+        sums = program.losses(params, program.put(tokens), program.put_weights(counted))
+        nats += np.asarray(sums.cross_entropy, np.float64).reshape(-1)[counted].tolist()
+        targets += int(np.sum(sums.targets))
+    total = math.fsum(nats)
+    loss = total / targets
+    return Evaluation(
+        split=split,
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        bits_per_byte=total / math.log(2) / corpus.manifest.splits[split].target_bytes,
+        sequences=num_sequences,
+        targets=targets,
+    )
