@@ -7,14 +7,16 @@ else; whatever is said on the way goes to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import math
 import pathlib
 import sys
 import traceback
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,6 +24,11 @@ from palm_jax import config
 from palm_jax.errors import CannotDo, WrongInput
 
 STOPPED_BY_SIGNAL, OUR_DEFECT = 4, 5
+# What any access to a file may meet, a print to stdout too; other errors would be ours.
+_SYSTEM_REFUSES = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
+    errno.ENAMETOOLONG,
+}
 
 app = typer.Typer(
     name="palm-jax",
@@ -44,15 +51,20 @@ def main() -> None:
     try:
         app()
     except (WrongInput, CannotDo) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception:
-        traceback.print_exc()
-        print("This is a defect of palm-jax, not of your input.", file=sys.stderr)
-        sys.exit(OUR_DEFECT)
+        _end("interrupted", 130)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _SYSTEM_REFUSES:
+            _end(f"error: {error}; make room, or name another place", CannotDo.exit_code)
+        message = f"{traceback.format_exc()}This is a defect of palm-jax, not of your input."
+        _end(message, OUR_DEFECT)
+
+
+def _end(message: str, exit_code: int) -> NoReturn:
+    with contextlib.suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
+        print(message, file=sys.stderr)
+    sys.exit(exit_code)
 
 
 @app.command(
@@ -61,8 +73,9 @@ def main() -> None:
 def train(
     config_file: Annotated[pathlib.Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
     overrides: Overrides = None,
+    # Text: as a path, gs://bucket would lose a slash.
     run: Annotated[
-        pathlib.Path | None, typer.Option(help="The run's folder; continued if it has a run.")
+        str | None, typer.Option(help="The run's folder; continued if it has a run.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option(help="Say what would be trained and what it needs, and stop.")
@@ -85,8 +98,8 @@ def train(
     from palm_jax import train as training
 
     with (
-        signals.stop_request() as stop_requested,
         console.TrainingProgress(settings.steps) as progress,
+        signals.stop_request(progress.signal) as stop_requested,
     ):
         outcome = training.train(
             settings,
@@ -99,7 +112,7 @@ def train(
         evaluation = outcome.evaluation and dataclasses.asdict(outcome.evaluation)
         _print_json(
             {
-                "run": str(run),
+                "run": run,
                 "step": outcome.step,
                 "loss": outcome.loss,
                 "eval": evaluation,
@@ -126,7 +139,7 @@ def _print_result(settings: config.Config, outcome: Any) -> None:
     print(f"state digest {outcome.state_digest}")
 
 
-def _dry_run(settings: config.Config, run: pathlib.Path | None, as_json: bool) -> None:
+def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
     from palm_jax.corpus import manifest
     from palm_jax.plan import flops
     from palm_jax.record import checkpoints
@@ -139,7 +152,7 @@ def _dry_run(settings: config.Config, run: pathlib.Path | None, as_json: bool) -
         training.check_corpus(settings, corpus)
     tokens = flops.tokens_by_stage(settings)
     state = flops.state_bytes(settings.model, settings.optimizer)
-    free = checkpoints.free_bytes(run or pathlib.Path())
+    free = checkpoints.free_bytes(run or ".")
     ramp = settings.data.ramp
     stages = [
         {"start_step": start, "batch_size": size, "tokens": count}
@@ -181,7 +194,7 @@ def _dry_run(settings: config.Config, run: pathlib.Path | None, as_json: bool) -
 )
 def prepare(
     source: Annotated[str, typer.Option(help="stdlib, or text:GLOB.")],
-    out: Annotated[pathlib.Path, typer.Option(help="The corpus folder to write.")],
+    out: Annotated[str, typer.Option(help="The corpus folder to write.")],
     sequence_length: Annotated[int, typer.Option(help="Targets per sequence.")] = 256,
     held_out: Annotated[float, typer.Option(help="Fraction of documents held out.")] = 0.005,
     document_separator: Annotated[
@@ -207,7 +220,7 @@ def prepare(
             progress=progress,
         )
     if as_json:
-        _print_json({"out": str(out), **manifest.model_dump(mode="json")})
+        _print_json({"out": out, **manifest.model_dump(mode="json")})
         return
     print(f"{out}: corpus {manifest.digest[:16]}, {manifest.documents_read} documents")
     print(
@@ -240,6 +253,13 @@ def show(
 
     is_run = folder.is_run(where)
     settings = config.load(where / folder.CONFIG if is_run else where, overrides or ())
+    if is_run:
+        changes = config.differences(folder.RunFolder(where).config(), settings)
+        if other := [key for key in changes if not config.may_change(key)]:
+            raise WrongInput(
+                f"{where} is a run of another {', '.join(other)}; leave that out, or show the "
+                "config file with it"
+            )
     with Corpus.open(settings.data.corpus) as corpus:
         training.check_corpus(settings, corpus.manifest)
         if is_run and folder.RunFolder(where).manifest().digest != corpus.manifest.digest:
@@ -277,8 +297,8 @@ def show(
 def _start(settings: config.Config) -> None:
     from palm_jax import start
 
-    # Orbax tells of every file it writes; its failures reach us as exceptions.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax tells of every file it writes, and of a failure in pages; it reaches us as an exception.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     # A loss may be NaN; that is for the logbook and the curves to show.
     logging.getLogger("tensorboardX").setLevel(logging.ERROR)
     start.start(settings)

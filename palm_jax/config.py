@@ -171,7 +171,8 @@ class Numerics(Section):
 
     microbatch: PositiveInt = 1  # sequences; the unit of computation
     lanes: PositiveInt = 8  # the largest data-parallel width the run is meant for
-    threads: PositiveInt = 8  # size of XLA:CPU's pool, by which it splits contractions
+    # Size of the pool of threads by which XLA:CPU splits contractions.
+    threads: Annotated[int, pydantic.Field(gt=0, le=1024)] = 8
 
     @pydantic.model_validator(mode="after")
     def _lanes_are_a_power_of_two(self) -> Numerics:
@@ -371,6 +372,14 @@ def load(path: str | pathlib.Path, overrides: collections.abc.Sequence[str] = ()
     for override in overrides:
         _apply_override(settings, override)
     return from_dict(settings, str(path))
+
+
+def override(config: Config, overrides: collections.abc.Sequence[str]) -> Config:
+    """`config` with some settings replaced; errors as in `load`."""
+    settings = config.model_dump(mode="json")
+    for text in overrides:
+        _apply_override(settings, text)
+    return from_dict(settings, "overrides")
 
 
 def from_dict(settings: dict[str, Any], where: str = "config") -> Config:

@@ -9,15 +9,27 @@ from typing import Any
 import rich.console
 import rich.progress
 
+from palm_jax.errors import CannotDo
+
+
+class _Console(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        # Rich would end the process with 1, which says something else.
+        raise CannotDo(
+            "nobody reads this program's messages any more (stderr is a closed pipe). Send them "
+            "to a file; the same command continues a run from its last checkpoint"
+        )
+
 
 class TrainingProgress:
     """Shows the events that `train` tells of."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.console = rich.console.Console(stderr=True, highlight=False)
+        self.console = _Console(stderr=True, highlight=False)
         self._bar: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
+        self._signals = 0
 
     def __enter__(self) -> TrainingProgress:
         return self
@@ -40,6 +52,14 @@ class TrainingProgress:
             "stop": self._stop,
         }
         show[event](fields)
+
+    def signal(self, name: str) -> None:
+        """Say what a signal does: the first stops the run, the second ends the process."""
+        self._signals += 1
+        if self._signals == 1:
+            self._print(f"{name}: saves and stops after this step; once more ends it at once")
+        elif self._bar is not None:
+            self.console.show_cursor()
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -125,7 +145,7 @@ class PreparationProgress:
     """Shows `corpus.prepare`'s (stage, done, total)."""
 
     def __init__(self) -> None:
-        self._console = rich.console.Console(stderr=True, highlight=False)
+        self._console = _Console(stderr=True, highlight=False)
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(bar_width=20),

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from palm_jax import config
+from palm_jax import config, schedules
 
 # Tree -> for each leaf the mean square of each matrix in it, shaped to broadcast with it.
 MeanSquares = collections.abc.Callable[[Any], Any]
@@ -102,33 +103,68 @@ def build(
 ) -> optax.GradientTransformationExtraArgs:
     """The whole rule: `update(gradients, state, params, gradient_norm=, rate=)`.
 
+    The form of its state depends on `settings.name` alone: parts that are switched off stand
+    in it, empty, so that they can be switched on in the middle of a run.
+
     Args:
       settings: which rule, and its numbers.
       mean_squares: as `MeanSquares`; only Adafactor asks for it.
     """
-    clip = [] if settings.clip_norm is None else [clip_by_norm(settings.clip_norm)]
+
+    def unless_off(setting: float | None, part: Any) -> Any:
+        return optax.identity() if setting is None else part(setting)
+
+    clip = ("clip", unless_off(settings.clip_norm, clip_by_norm))
+    minus = ("descent", optax.scale(-1.0))
     if isinstance(settings, config.AdamW):
-        return optax.chain(
-            *clip,
-            scale_by_adam(settings.beta1, settings.beta2, settings.epsilon),
-            optax.add_decayed_weights(settings.weight_decay),
-            scale_by_rate(),
-            optax.scale(-1.0),
+        return optax.named_chain(
+            clip,
+            ("moments", scale_by_adam(settings.beta1, settings.beta2, settings.epsilon)),
+            ("weight_decay", optax.add_decayed_weights(settings.weight_decay)),
+            ("rate", scale_by_rate()),
+            minus,
         )
     # T5X's order, in which the momentum is taken of the finished update, without debiasing.
-    steps: list[Any] = [
-        *clip,
-        optax.scale_by_factored_rms(
-            factored=False, decay_rate=settings.beta2_exponent, epsilon=settings.epsilon_square
+    return optax.named_chain(
+        clip,
+        (
+            "second_moment",
+            optax.scale_by_factored_rms(
+                factored=False,
+                decay_rate=settings.beta2_exponent,
+                decay_rate_fn=lambda count, exponent: schedules.beta2(exponent)(count),
+                epsilon=settings.epsilon_square,
+            ),
         ),
-    ]
-    if settings.update_clip is not None:
-        steps.append(clip_by_matrix_rms(settings.update_clip, mean_squares))
-    steps += [
-        scale_by_rate(),
-        scale_by_matrix_rms(settings.epsilon_scale, mean_squares),
-        optax.ema(settings.beta1, debias=False),
-    ]
-    if settings.weight_decay_exponent is not None:
-        steps.append(decay_by_rate_power(settings.weight_decay_exponent))
-    return optax.chain(*steps, optax.scale(-1.0))
+        (
+            "update_clip",
+            unless_off(settings.update_clip, lambda limit: clip_by_matrix_rms(limit, mean_squares)),
+        ),
+        ("rate", scale_by_rate()),
+        ("parameter_scale", scale_by_matrix_rms(settings.epsilon_scale, mean_squares)),
+        ("momentum", optax.ema(settings.beta1, debias=False)),
+        ("weight_decay", unless_off(settings.weight_decay_exponent, decay_by_rate_power)),
+        minus,
+    )
+
+
+def in_force(
+    settings: config.Adafactor | config.AdamW, state: Any, rate: jax.Array
+) -> dict[str, jax.Array]:
+    """The numbers with which `build(settings)` updates from `state`, f32[] each.
+
+    A limit that is switched off is infinite.
+    """
+    clip_norm = np.inf if settings.clip_norm is None else settings.clip_norm
+    if isinstance(settings, config.AdamW):
+        beta2, decay = jnp.float32(settings.beta2), rate * settings.weight_decay
+    else:
+        beta2 = schedules.beta2(settings.beta2_exponent)(state["second_moment"].count)
+        exponent = settings.weight_decay_exponent
+        decay = jnp.zeros_like(rate) if exponent is None else rate**exponent
+    return {
+        "beta1": jnp.float32(settings.beta1),
+        "beta2": beta2,
+        "clip_norm": jnp.float32(clip_norm),
+        "weight_decay": decay,
+    }

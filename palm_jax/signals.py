@@ -4,31 +4,57 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import os
 import signal
-import types
+import threading
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NO_MORE = b"\0"  # no signal has this number
 
 
 @contextlib.contextmanager
-def stop_request() -> collections.abc.Iterator[collections.abc.Callable[[], str | None]]:
+def stop_request(
+    tell: collections.abc.Callable[[str], None] = lambda name: None,
+) -> collections.abc.Iterator[collections.abc.Callable[[], str | None]]:
     """Yields a function that names the first SIGINT or SIGTERM received, or None.
 
-    A second signal has its ordinary effect, at once.
+    A second signal ends the process at once, with exit code 128 + its number; what is on the
+    disk is as a killed process leaves it.
+
+    Args:
+      tell: is given each signal's name as it comes, in a thread of its own.
     """
     received: list[str] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in signals}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    # A thread, because Python runs a handler only when the main thread is back from C, and
+    # compiling can keep it there for minutes.
+    def watch() -> None:
+        while (byte := os.read(reader, 1)) != _NO_MORE:
+            if byte[0] not in SIGNALS:
+                continue
+            name = signal.Signals(byte[0]).name
+            is_second = bool(received)
+            received.append(name)
+            try:
+                tell(name)
+            finally:
+                if is_second:
+                    os._exit(128 + byte[0])
 
-    def handle(number: int, frame: types.FrameType | None) -> None:
-        received.append(signal.Signals(number).name)
-        restore()
-
-    for number in signals:
-        signal.signal(number, handle)
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # Without a handler in Python a signal would not be written to the pipe.
+    before = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
+    watcher.start()
     try:
         yield lambda: received[0] if received else None
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup_before)
+        os.write(writer, _NO_MORE)
+        watcher.join()
+        os.close(reader)
+        os.close(writer)

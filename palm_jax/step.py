@@ -11,6 +11,8 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import functools
+import hashlib
+import re
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -168,6 +170,7 @@ def train_step(
         "rate": rate,
         "rate_scale": controls.rate_scale,
         "skip_above": controls.skip_above,
+        **optimizer.in_force(settings.optimizer, state.optimizer, rate),
         "applied": applied,
         "schedule_step": state.schedule_step,
         "targets": sums.targets,
@@ -178,6 +181,16 @@ def train_step(
 # --- compiled for a mesh ------------------------------------------------------------------
 
 
+class CompiledStep(NamedTuple):
+    """The step for one batch size, and what identifies its program."""
+
+    call: collections.abc.Callable[..., tuple[TrainState, Vitals]]
+    lowered_digest: str  # of the module handed to XLA; the same in every process
+    # Of XLA's own module, places in source files removed. Equal is strong evidence for equal
+    # bits; unequal says nothing, because versions print differently.
+    optimized_digest: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """The functions of one config on one mesh, compiled when first called."""
@@ -186,8 +199,24 @@ class Program:
     mesh: jax.sharding.Mesh
     state_shapes: TrainState  # ShapeDtypeStruct leaves, with their shardings
     init: collections.abc.Callable[[], TrainState]
-    step: Any  # (state, batch, controls) -> (state, vitals); donates the state
     losses: Any  # (params, tokens, weights) -> LossSums [passes, devices, microbatch]
+    traceable_step: Any  # jitted; `step` calls what was compiled from it
+    compiled: dict[int, CompiledStep] = dataclasses.field(default_factory=dict)  # by batch size
+
+    def step(
+        self, state: TrainState, batch: jax.Array, controls: Controls
+    ) -> tuple[TrainState, Vitals]:
+        """One step, compiled at the first batch of each size. Donates `state`."""
+        num_sequences = int(np.prod(batch.shape[:3]))
+        if num_sequences not in self.compiled:
+            lowered = self.traceable_step.lower(state, batch, controls)
+            executable = lowered.compile()
+            self.compiled[num_sequences] = CompiledStep(
+                call=executable,
+                lowered_digest=_digest_of_text(lowered.as_text()),
+                optimized_digest=_digest_of_text(_without_places(executable.as_text())),
+            )
+        return self.compiled[num_sequences].call(state, batch, controls)
 
     def put(self, tokens: np.ndarray) -> jax.Array:
         """Rows [batch, L+1] in batch order as [passes, devices, microbatch, L+1] on the mesh."""
@@ -202,6 +231,17 @@ class Program:
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, sharding.batch_sharding(self.mesh))
+
+
+def _digest_of_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_places(module: str) -> str:
+    """A module's text without file names, lines and stack frames."""
+    body = re.sub(r", metadata=\{[^{}]*\}", "", module)
+    tables = r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d+ .*\n)*"
+    return re.sub(tables, "", body, flags=re.MULTILINE)
 
 
 def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_document: int) -> Program:
@@ -251,7 +291,7 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
         mesh=mesh,
         state_shapes=shapes,
         init=jax.jit(fresh, out_shardings=shards),
-        step=jax.jit(
+        traceable_step=jax.jit(
             step, donate_argnums=0, out_shardings=(shards, None), compiler_options=options
         ),
         losses=jax.jit(

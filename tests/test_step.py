@@ -213,7 +213,7 @@ def test_every_leaf_lives_where_the_rules_say(small):
     }
     assert held["w_gate_DF"] == held["w_query_DHK"] == 1 / 8
     assert held["w_key_DK"] == held["norm_scale_D"] == 1 / 4  # multi-query: one key head
-    second_moment = state.optimizer[1].v["layers"]["w_gate_DF"]
+    second_moment = state.optimizer["second_moment"].v["layers"]["w_gate_DF"]
     assert second_moment.addressable_shards[0].data.size / second_moment.size == 1 / 8
 
 
@@ -224,9 +224,17 @@ def test_one_compilation_a_batch_size(small):
     settings = small()
     program = program_for(settings)
     state, controls = program.init(), step.controls()
-    for index in range(12):
-        state, _ = program.step(state, program.put(tokens_of(settings, index)), controls)
-    assert program.step._cache_size() == len(settings.data.ramp.sizes)
+    batches = [program.put(tokens_of(settings, index)) for index in range(12)]
+    compilations = []
+    listen = lambda name, seconds, **_: compilations.append(name)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for batch in batches:
+            state, _ = program.step(state, batch, controls)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    counted = [name for name in compilations if name.endswith("backend_compile_duration")]
+    assert len(counted) == len(settings.data.ramp.sizes) == 2
 
 
 def test_compiled_program_does_not_grow_with_depth(small):
@@ -234,7 +242,7 @@ def test_compiled_program_does_not_grow_with_depth(small):
         settings = small(**{"model.num_layers": num_layers})
         program = program_for(settings)
         batch = program.put(tokens_of(settings, 0))
-        lowered = program.step.lower(program.state_shapes, batch, step.controls())
+        lowered = program.traceable_step.lower(program.state_shapes, batch, step.controls())
         return lowered.as_text().count(" = ")
 
     # The norms over all parameters add up one number a layer.

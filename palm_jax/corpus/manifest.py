@@ -153,7 +153,7 @@ def local_folder(path: str | os.PathLike[str], setting: str) -> pathlib.Path:
     """
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
-        raise WrongInput(f"{setting}={text} is a URL; a corpus lives in a local folder")
+        raise WrongInput(f"{setting}={text} is a URL; name a local folder")
     return pathlib.Path(text).absolute()
 
 

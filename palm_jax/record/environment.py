@@ -6,6 +6,7 @@ machines and no absolute paths, so that it can be published with a run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -90,7 +91,7 @@ def capture(*, threads: int, mesh_shape: dict[str, int]) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu_model": model,
         "cpu_flags": flags,
-        "source": source_digest(),
+        "source": _own_source(),
         **_checkout(),
     }
 
@@ -140,9 +141,14 @@ def normalised_flags(variable: str) -> list[str]:
     return [flags[name] for name in sorted(flags)]
 
 
-def source_digest(package: pathlib.Path | None = None) -> str:
-    """Hash over the package's own .py files: relative path and bytes of each."""
-    package = package or _package_folder()
+@functools.cache
+def _own_source() -> str:
+    """Of the code as it was loaded, whatever happens to the files afterwards."""
+    return source_digest(_package_folder())
+
+
+def source_digest(package: pathlib.Path) -> str:
+    """Hash over a package's .py files: relative path and bytes of each."""
     whole = hashlib.sha256()
     for path in sorted(package.rglob("*.py"), key=lambda p: p.relative_to(package).as_posix()):
         name = path.relative_to(package).as_posix().encode()

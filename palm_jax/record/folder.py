@@ -32,8 +32,12 @@ class RunFolder:
         return self.path / "segments" / f"{number:03d}"
 
     def last_segment(self) -> int:
-        names = [path.name for path in (self.path / "segments").iterdir()]
-        return max(int(name) for name in names if name.isdigit())
+        folder = self.path / "segments"
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        numbers = [int(name) for name in names if name.isdigit()]
+        if not numbers:
+            raise CannotDo(f"{self.path} is damaged: {folder} holds no segment; restore it")
+        return max(numbers)
 
     def checkpoints(self, segment: int) -> pathlib.Path:
         return self.segment(segment) / "checkpoints"
@@ -45,6 +49,8 @@ class RunFolder:
         return config.load(self.path / CONFIG)
 
     def manifest(self) -> manifest.Manifest:
+        if not (self.path / MANIFEST).is_file():
+            raise CannotDo(f"{self.path} is damaged: it has no {MANIFEST}; restore it")
         return manifest.read(self.path)
 
 
@@ -103,8 +109,10 @@ def _create(run: RunFolder, settings: config.Config, corpus: manifest.Manifest) 
         )
         whole.rename(path)
     except OSError as error:
-        shutil.rmtree(whole, ignore_errors=True)
-        raise CannotDo(f"cannot create the run folder {path}: {error}; name another") from error
+        reason = error.strerror
+        raise CannotDo(f"cannot create the run folder {path}: {reason}; name another") from error
+    finally:
+        shutil.rmtree(whole, ignore_errors=True)  # renamed by now, or a failure
 
 
 def _write(path: pathlib.Path, text: str) -> None:

@@ -126,6 +126,6 @@ class StepRecorder:
         if self.summaries is None or self.last is None:
             return
         for name, value in {**self.last, **measured}.items():
-            # `skip_above` is infinite unless somebody sets it.
-            if not isinstance(value, str) and name != "skip_above":
+            # Limits are infinite where they are off.
+            if not isinstance(value, str) and name not in ("skip_above", "clip_norm"):
                 self.summaries.add_scalar(name, float(value), step)

@@ -1,0 +1,689 @@
+"""The model against a NumPy float64 reading of the paper, written with loops.
+
+Letters as in model.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palm_jax import config, loss, model, precision, sharding, step
+from palm_jax.plan import flops
+
+# All sizes differ, so that no two axes can be taken for one another.
+SIZES = {"N": 3, "D": 20, "H": 2, "K": 6, "F": 28, "V": 40}
+LENGTH, WORDS, Z_WEIGHT = 9, 37, 0.05
+OPTIONS: dict[str, dict[str, Any]] = {
+    "palm": {},
+    "layernorm": {"norm": "layernorm", "tied_embedding": False, "rope_base": 50.0},
+    "qk_norm": {"qk_norm": True, "isolate_documents": True},
+}
+IDS_BL = np.random.default_rng(1).integers(0, WORDS, (2, LENGTH + 1)).astype(np.int32)
+END = int(IDS_BL[0, 3])  # so that a document ends inside the first row
+
+
+def model_settings(**changes: Any) -> config.Model:
+    return config.Model.model_validate(
+        {
+            "num_layers": SIZES["N"],
+            "width": SIZES["D"],
+            "num_heads": SIZES["H"],
+            "head_size": SIZES["K"],
+            "feed_forward": SIZES["F"],
+            "vocabulary_size": WORDS,
+            "vocabulary_multiple": 8,
+            "sequence_length": LENGTH,
+        }
+        | changes
+    )
+
+
+@functools.cache
+def shapes(m: config.Model) -> Any:
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), m))
+
+
+def random_params(m: config.Model) -> model.Params:
+    """Parameters of no special value: initial norm scales are zero and would hide faults."""
+    rng = np.random.default_rng(0)
+
+    def leaf(path: Any, shape: Any) -> jax.Array:
+        spread = 1.0 if "embedding" in path[-1].key else 0.3
+        return jnp.asarray(rng.normal(size=shape.shape) * spread, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes(m))
+
+
+def in_float64(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+# --- the paper's formulas in NumPy --------------------------------------------------------
+
+
+def numpy_norm(x: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "layernorm":
+        x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6)
+
+
+def numpy_rotary(x: np.ndarray, base: float) -> np.ndarray:
+    """Pair (j, j + K/2) is a complex number turned by position x base^(-2j/K) radians."""
+    half = x.shape[-1] // 2
+    turned = np.empty_like(x)
+    for position in range(x.shape[1]):
+        for j in range(half):
+            turn = np.exp(1j * position * base ** (-2 * j / x.shape[-1]))
+            pair = (x[:, position, ..., j] + 1j * x[:, position, ..., j + half]) * turn
+            turned[:, position, ..., j] = pair.real
+            turned[:, position, ..., j + half] = pair.imag
+    return turned
+
+
+def numpy_hidden(
+    params: Any, ids_BL: np.ndarray, m: config.Model, documents_BL: np.ndarray | None = None
+) -> np.ndarray:
+    x_BLD = params["embedding_VD"][ids_BL]
+    for number in range(m.num_layers):
+        w = {name: leaf[number] for name, leaf in params["layers"].items()}
+        normed_BLD = numpy_norm(x_BLD, m.norm) * (1 + w["norm_scale_D"])
+        query_BLHK = np.einsum("bld,dhk->blhk", normed_BLD, w["w_query_DHK"])
+        key_BSK = np.einsum("bsd,dk->bsk", normed_BLD, w["w_key_DK"])
+        value_BSK = np.einsum("bsd,dk->bsk", normed_BLD, w["w_value_DK"])
+        if m.qk_norm:
+            query_BLHK = numpy_norm(query_BLHK, "layernorm") * (1 + w["query_norm_scale_K"])
+            key_BSK = numpy_norm(key_BSK, "layernorm") * (1 + w["key_norm_scale_K"])
+        query_BLHK = numpy_rotary(query_BLHK, m.rope_base)
+        key_BSK = numpy_rotary(key_BSK, m.rope_base)
+
+        heads_BLHK = np.zeros_like(query_BLHK)
+        for b, t, h in np.ndindex(query_BLHK.shape[:3]):
+            seen = [
+                s
+                for s in range(t + 1)
+                if documents_BL is None or documents_BL[b, s] == documents_BL[b, t]
+            ]
+            scores = key_BSK[b, seen] @ query_BLHK[b, t, h] / math.sqrt(m.head_size)
+            weights = np.exp(scores - scores.max())
+            heads_BLHK[b, t, h] = (weights / weights.sum()) @ value_BSK[b, seen]
+
+        gate_BLF = normed_BLD @ w["w_gate_DF"]
+        swish_BLF = gate_BLF / (1 + np.exp(-gate_BLF))
+        feed_forward_BLD = (swish_BLF * (normed_BLD @ w["w_up_DF"])) @ w["w_down_FD"]
+        attention_BLD = np.einsum("blhk,hkd->bld", heads_BLHK, w["w_attention_HKD"])
+        x_BLD = x_BLD + feed_forward_BLD + attention_BLD
+    return numpy_norm(x_BLD, m.norm)
+
+
+def numpy_logits(hidden_BLD: np.ndarray, params: Any, m: config.Model) -> np.ndarray:
+    table_VD = params["embedding_VD" if m.tied_embedding else "unembedding_VD"]
+    return hidden_BLD @ table_VD[: m.vocabulary_size].T / math.sqrt(m.width)
+
+
+def numpy_documents(ids_BL: np.ndarray, m: config.Model) -> np.ndarray | None:
+    if not m.isolate_documents:
+        return None
+    numbers_BL = np.zeros(ids_BL.shape, np.int64)
+    for b, t in np.ndindex(ids_BL.shape):
+        numbers_BL[b, t] = list(ids_BL[b, :t]).count(END)
+    return numbers_BL
+
+
+def numpy_objective(params: Any, m: config.Model) -> float:
+    """Sum of cross-entropy and z-loss over the targets of IDS_BL."""
+    inputs_BL, targets_BL = IDS_BL[:, :-1], IDS_BL[:, 1:]
+    hidden_BLD = numpy_hidden(params, inputs_BL, m, numpy_documents(inputs_BL, m))
+    logits_BLV = numpy_logits(hidden_BLD, params, m)
+    log_z_BL = np.log(np.exp(logits_BLV).sum(axis=-1))
+    target_BL = np.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
+    return float((log_z_BL - target_BL + Z_WEIGHT * log_z_BL**2).sum())
+
+
+# --- the same through the package ---------------------------------------------------------
+
+
+def objective(
+    params: model.Params, m: config.Model, dtype: Any = jnp.float32
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The summed objective over IDS_BL, with hidden states and logits."""
+    inputs_BL, targets_BL = jnp.asarray(IDS_BL[:, :-1]), jnp.asarray(IDS_BL[:, 1:])
+    documents_BL = model.document_numbers(inputs_BL, END) if m.isolate_documents else None
+    hidden_BLD = model.hidden(params, inputs_BL, settings=m, dtype=dtype, documents_BL=documents_BL)
+    logits_BLV = loss.logits(hidden_BLD, model.unembedding(params), m.vocabulary_size)
+    sums_B = loss.sums_by_sequence(logits_BLV, targets_BL)
+    sums = jax.tree.map(jnp.sum, sums_B)
+    return loss.objective(sums, Z_WEIGHT), (hidden_BLD, logits_BLV)
+
+
+@functools.cache
+def evaluated(m: config.Model) -> tuple[Any, Any]:
+    """((objective, (hidden, logits)), gradients) at `random_params`."""
+    run = jax.jit(jax.value_and_grad(functools.partial(objective, m=m), has_aux=True))
+    return run(random_params(m))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_hidden_states_and_logits_are_those_of_the_papers_formulas(options):
+    m = model_settings(**OPTIONS[options])
+    (value, (hidden_BLD, logits_BLV)), _ = evaluated(m)
+    params = in_float64(random_params(m))
+    inputs_BL = IDS_BL[:, :-1]
+    expected_BLD = numpy_hidden(params, inputs_BL, m, numpy_documents(inputs_BL, m))
+    # Normalised values are about 1, float32 is good to 6e-8, and three layers with sums of
+    # up to 28 products each lose a factor of some ten.
+    np.testing.assert_allclose(hidden_BLD, expected_BLD, rtol=0, atol=1e-5)
+    expected_BLV = numpy_logits(expected_BLD, params, m)
+    np.testing.assert_allclose(logits_BLV[..., :WORDS], expected_BLV, rtol=0, atol=1e-5)
+    assert float(value) == pytest.approx(numpy_objective(params, m), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_are_the_slopes_of_the_papers_formulas(options):
+    m = model_settings(**OPTIONS[options])
+    _, gradients = evaluated(m)
+    params = in_float64(random_params(m))
+    leaves, structure = jax.tree.flatten(params)
+    rng = np.random.default_rng(3)
+    for index, gradient in enumerate(jax.tree.leaves(gradients)):
+        direction = rng.normal(size=leaves[index].shape)
+        sides = []
+        for sign in (1, -1):
+            moved = list(leaves)
+            moved[index] = leaves[index] + sign * 1e-5 * direction
+            sides.append(numpy_objective(jax.tree.unflatten(structure, moved), m))
+        slope = (sides[0] - sides[1]) / 2e-5
+        # Terms of either sign cancel in the slope: what counts is the error against them.
+        size = float(np.linalg.norm(np.asarray(gradient, np.float64) * direction))
+        assert float(np.sum(gradient * direction)) == pytest.approx(slope, abs=3e-5 * size)
+        assert size > 0
+
+
+# --- rematerialization --------------------------------------------------------------------
+
+
+def saved_for_backward(m: config.Model) -> list[tuple[int, ...]]:
+    """Shapes of the arrays that the forward pass keeps."""
+    run = functools.partial(objective, m=m)
+    kept = jax.eval_shape(lambda params: jax.vjp(run, params, has_aux=True)[1], shapes(m))
+    return [leaf.shape for leaf in jax.tree.leaves(kept)]
+
+
+def test_remat_policies_keep_what_their_names_say():
+    n, heads, feed_forward = SIZES["N"], SIZES["H"], SIZES["F"]
+    num_scores = n * 2 * heads * LENGTH * LENGTH  # in any order of axes
+    kept = {
+        policy: saved_for_backward(model_settings(remat=policy))
+        for policy in ("none", "attention", "dots", "full")
+    }
+    has_scores = {policy: num_scores in map(math.prod, arrays) for policy, arrays in kept.items()}
+    assert has_scores == {"none": True, "attention": False, "dots": False, "full": False}
+    gates = (n, 2 * LENGTH, feed_forward)
+    num_gates = {policy: arrays.count(gates) for policy, arrays in kept.items()}
+    assert num_gates["none"] == num_gates["attention"] > num_gates["dots"] == 2
+    assert num_gates["full"] == 0
+    elements = [sum(map(math.prod, kept[policy])) for policy in kept]
+    assert elements == sorted(elements, reverse=True)
+    assert len(set(elements)) == 4
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "attention"])
+def test_recomputing_changes_neither_the_loss_nor_its_gradient(policy):
+    # With documents isolated, so that a mask lost in the second computation would show.
+    plain, again = (
+        evaluated(model_settings(**OPTIONS["qk_norm"], **remat))
+        for remat in ({}, {"remat": policy})
+    )
+    assert np.asarray(plain[0][0]).tobytes() == np.asarray(again[0][0]).tobytes()
+    for expected, found in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(again[1]), strict=True):
+        # XLA fuses the second computation differently, so the last bits may differ.
+        spread = float(np.abs(expected).max())
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * spread)
+
+
+def test_depth_does_not_change_the_size_of_the_program():
+    sizes = []
+    for num_layers in (2, 16):
+        m = model_settings(num_layers=num_layers, remat="full")
+        gradient = jax.jit(jax.grad(functools.partial(objective, m=m), has_aux=True))
+        sizes.append(len(gradient.lower(shapes(m)).as_text().splitlines()))
+    assert sizes[0] == sizes[1]
+
+
+# --- what a position can see --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_changes_no_hidden_state_before_it(dtype):
+    m = model_settings()
+    params = jax.tree.map(lambda p: p.astype(dtype), random_params(m))
+    run = jax.jit(functools.partial(model.hidden, settings=m, dtype=jnp.dtype(dtype)))
+    ids_BL = IDS_BL[:, :-1]
+    before = np.asarray(run(params, ids_BL))
+    for position in (0, 4, LENGTH - 1):
+        changed_BL = ids_BL.copy()
+        changed_BL[:, position] = (changed_BL[:, position] + 1) % WORDS
+        after = np.asarray(run(params, changed_BL))
+        assert after[:, :position].tobytes() == before[:, :position].tobytes()
+        for later in range(position, LENGTH):
+            assert (after[:, later] != before[:, later]).any()
+
+
+def test_tokens_after_a_position_get_zero_gradient_from_it():
+    m = model_settings(remat="full")
+    params = random_params(m)
+    ids_BL = np.arange(LENGTH)[None]  # each position has a row of the table to itself
+    direction_D = jnp.asarray(np.random.default_rng(0).normal(size=SIZES["D"]), jnp.float32)
+
+    @jax.jit
+    def gradient(table_VD, position):
+        def value(table_VD):
+            hidden_BLD = model.hidden(
+                params | {"embedding_VD": table_VD}, ids_BL, settings=m, dtype=jnp.float32
+            )
+            return hidden_BLD[0, position] @ direction_D
+
+        return jax.grad(value)(table_VD)
+
+    for position in (0, 3, LENGTH - 1):
+        rows_VD = np.asarray(gradient(params["embedding_VD"], position))
+        assert (rows_VD[: position + 1] != 0).any(axis=1).all()
+        assert (rows_VD[position + 1 :] == 0).all()
+
+
+def test_a_document_keeps_its_end_token_and_the_next_one_starts_after_it():
+    ids_BL = jnp.array([[5, 0, 7, 0, 0, 3], [0, 1, 2, 3, 4, 0], [1, 1, 1, 1, 1, 1]])
+    expected_BL = [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
+    assert model.document_numbers(ids_BL, 0).tolist() == expected_BL
+
+
+def test_visible_keys_are_the_past_of_the_same_document():
+    assert model.visible(None, 3).astype(int).tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    seen = model.visible(jnp.array([[0, 0, 1], [0, 1, 1]]), 3).astype(int).tolist()
+    assert seen == [[[1, 0, 0], [1, 1, 0], [0, 0, 1]], [[1, 0, 0], [0, 1, 0], [0, 1, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("isolate", "policy"), [(True, "float32"), (True, "bfloat16"), (False, "float32")]
+)
+def test_isolated_documents_do_not_change_each_others_logits(small, monkeypatch, isolate, policy):
+    run = small(**{"model.isolate_documents": isolate, "precision.policy": policy})
+    end, length = 256, run.model.sequence_length
+    tokens_BL = np.array([[1, 2, 3, end, 4, 5, 6, 7, 8]], np.int32)
+    changed_BL = np.array([[9, 8, 7, end, 4, 5, 6, 7, 8]], np.int32)
+    assert tokens_BL.shape[1] == length + 1
+    # What the step computes, up to the logits.
+    monkeypatch.setattr(step.loss, "sums_by_sequence", lambda logits, *_: logits)
+    mesh = sharding.make_mesh(run.mesh)
+    whole = jax.sharding.PartitionSpec()
+    logits = jax.jit(
+        jax.shard_map(
+            lambda params, tokens: step.microbatch_losses(params, tokens, None, run, end),
+            mesh=mesh,
+            in_specs=(whole, whole),
+            out_specs=whole,
+            check_vma=False,
+        )
+    )
+    params = random_params(run.model)
+    before, after = (np.asarray(logits(params, x)) for x in (tokens_BL, changed_BL))
+    assert before.dtype == np.float32
+    assert before[:, :4].tobytes() != after[:, :4].tobytes()
+    assert (before[:, 4:].tobytes() == after[:, 4:].tobytes()) == isolate
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_query_that_sees_nothing_gives_numbers_and_leaves_other_rows_alone(dtype):
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.normal(size=shape), dtype) for shape in ((2, 4, 2, 6), (2, 4, 6), (2, 4, 6))
+    )
+    all_seen = np.array(model.visible(jnp.zeros((2, 4), jnp.int32), 4))
+    first_blind = all_seen.copy()
+    first_blind[0] = False
+
+    @jax.jit
+    def run(visible_BLS):
+        def total(query, key, value):
+            out = model.attention(query, key, value, visible_BLS)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+        return jax.grad(total, argnums=(0, 1, 2), has_aux=True)(query, key, value)
+
+    for full, blind in zip(
+        jax.tree.leaves(run(all_seen)), jax.tree.leaves(run(first_blind)), strict=True
+    ):
+        assert np.isfinite(np.asarray(blind, np.float32)).all()
+        assert np.asarray(full[1]).tobytes() == np.asarray(blind[1]).tobytes()
+
+
+# --- rotary embedding ---------------------------------------------------------------------
+
+
+def test_rotary_frequencies_fall_from_one_to_almost_the_base():
+    cosine_LK, sine_LK = model.rotary_tables(2, 256, 10000.0)
+    frequency_K = np.arctan2(sine_LK[1], cosine_LK[1])
+    assert frequency_K.shape == (128,)
+    assert frequency_K[[0, 1, -1]] == pytest.approx([1, 0.930572, 1.07461e-4], rel=1e-5)
+
+
+def test_rotary_angles_are_not_rounded_at_far_positions():
+    cosine_LK, sine_LK = model.rotary_tables(2048, 256, 10000.0)
+    assert cosine_LK.dtype == sine_LK.dtype == np.float32
+    far = [256, 257, 2047]
+    assert cosine_LK[far, 0] == pytest.approx([-0.0398, 0.8193, 0.2497], abs=5e-5)
+    for position in far:
+        for pair in (0, 1, 64, 127):
+            angle = position * 10000.0 ** (-2 * pair / 256)
+            assert cosine_LK[position, pair] == pytest.approx(math.cos(angle), abs=1e-7)
+            assert sine_LK[position, pair] == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_bfloat16_activations_tell_position_256_from_257(monkeypatch):
+    m = model_settings(num_layers=1, sequence_length=258)
+    params = random_params(m)
+    # Attention outweighs the rest of the residual stream.
+    params["layers"]["w_attention_HKD"] *= 20
+    params["layers"]["w_down_FD"] *= 0
+    # In row 0 position 256 sees position 0 and itself, in row 1 position 257 does. All tokens
+    # but the first are equal, so the two results differ by the angle alone.
+    ids_BL, documents_BL = np.full((2, 258), 10, np.int32), np.zeros((2, 258), np.int32)
+    ids_BL[:, 0] = 3
+    for row, position in enumerate((256, 257)):
+        documents_BL[row, [0, position]] = 1
+    seen: list[jax.Array] = []
+    rotate = model.rotate
+
+    def spy(x, tables):
+        seen.extend([x, *tables])
+        return rotate(x, tables)
+
+    monkeypatch.setattr(model, "rotate", spy)
+    hidden_BLD = jax.jit(
+        lambda params, documents_BL: model.hidden(
+            params, ids_BL, settings=m, dtype=jnp.bfloat16, documents_BL=documents_BL
+        )
+    )(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), documents_BL)
+    assert {x.dtype for x in seen} == {np.dtype(np.float32)}
+    assert hidden_BLD.dtype == jnp.bfloat16
+    found = [np.asarray(hidden_BLD[row, 256 + row], np.float64) for row in (0, 1)]
+    reference_BLD = numpy_hidden(in_float64(params), ids_BL, m, documents_BL)
+    expected = [reference_BLD[row, 256 + row] for row in (0, 1)]
+    difference = expected[1] - expected[0]
+    # bfloat16 has eight bits, so values near 1 are off by some 0.01.
+    assert np.abs(difference).max() > 1
+    np.testing.assert_allclose(found[1] - found[0], difference, rtol=0, atol=0.05)
+
+
+# --- softmax, norms, embedding ------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both_ways(softmax, scores, cotangent):
+    probabilities, backward = jax.vjp(softmax, scores)
+    return probabilities, backward(cotangent)[0]
+
+
+@given(seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.1, 3.0, 100.0]))
+@settings(max_examples=10)
+def test_softmax_is_jaxs_forwards_and_backwards(seed, spread):
+    rng = np.random.default_rng(seed)
+    scores, cotangent = (rng.normal(size=(3, 2, 7)).astype(np.float32) for _ in range(2))
+    scores *= spread
+    found, found_gradient = both_ways(model.softmax, scores, cotangent)
+    expected, expected_gradient = both_ways(jax.nn.softmax, scores, cotangent)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found_gradient, expected_gradient, rtol=0, atol=1e-6)
+
+
+def test_softmax_gradient_is_the_slope_of_the_formula():
+    rng = np.random.default_rng(0)
+    scores, cotangent, direction = (rng.normal(size=(3, 2, 7)) for _ in range(3))
+
+    def value(scores):
+        exponentials = np.exp(scores)
+        return (exponentials / exponentials.sum(axis=-1, keepdims=True) * cotangent).sum()
+
+    slope = (value(scores + 1e-6 * direction) - value(scores - 1e-6 * direction)) / 2e-6
+    _, gradient = both_ways(model.softmax, scores.astype(np.float32), cotangent.astype(np.float32))
+    assert (np.asarray(gradient) * direction).sum() == pytest.approx(slope, abs=1e-6)
+
+
+def test_softmax_of_hidden_and_of_huge_scores_is_finite():
+    rows = jnp.array([[model.MASKED] * 3, [1e30, 0.0, -1e30], [model.MASKED, 2.0, 2.0]])
+    expected = [[1 / 3] * 3, [1, 0, 0], [0, 0.5, 0.5]]
+    np.testing.assert_allclose(model.softmax(rows), expected, rtol=1e-6)
+
+
+def divisions(jaxpr: Any) -> list[tuple[Any, Any]]:
+    """(numerator, denominator) of every division in a program and in the programs inside it."""
+    found = [tuple(e.invars) for e in jaxpr.eqns if e.primitive.name == "div"]
+    for value in (v for e in jaxpr.eqns for v in jax.tree.leaves(list(e.params.values()))):
+        inner = getattr(value, "jaxpr", value)  # of a closed one
+        if hasattr(inner, "eqns"):
+            found += divisions(inner)
+    return found
+
+
+@pytest.mark.parametrize("options", ["palm", "layernorm", "qk_norm"])
+def test_loss_and_gradient_divide_no_array_by_a_sum_over_its_row(options):
+    # XLA may turn that into a multiplication by the reciprocal, or not.
+    m = model_settings(**OPTIONS[options], remat="attention")
+    program = jax.make_jaxpr(jax.grad(functools.partial(objective, m=m), has_aux=True))
+    found = divisions(program(shapes(m)).jaxpr)
+    assert found  # the softmax's sums at least
+    for numerator, _ in found:  # one number a row at most: 1 / sum, and the norms'
+        assert numerator.aval.shape[-1:] in ((), (1,))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layernorm"])
+def test_norms_of_bfloat16_are_computed_in_float32(kind):
+    x = jnp.asarray(np.random.default_rng(0).normal(3.0, 5.0, size=(4, 300)), jnp.bfloat16)
+    found = jax.jit(model.normalise, static_argnums=1)(x, kind)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, numpy_norm(in_float64(x), kind), rtol=0, atol=2e-6)
+    assert (np.asarray(model.normalise(np.zeros((1, 4)), kind)) == 0).all()
+
+
+def test_a_frequent_tokens_gradient_is_summed_in_float32():
+    ids_BL = np.zeros((4, 250), np.int32)
+    ids_BL[0, 0] = 2
+
+    def total(table_VD):
+        return jnp.sum(model.embed(table_VD, ids_BL).astype(jnp.float32))
+
+    gradient_VD = jax.jit(jax.grad(total))(np.ones((3, 2), jnp.bfloat16))
+    assert gradient_VD.dtype == jnp.bfloat16
+    # 999 is rounded to bfloat16 once, at the end; a bfloat16 sum stays at 256.
+    assert np.asarray(gradient_VD, np.float64).tolist() == [[1000, 1000], [0, 0], [1, 1]]
+
+
+def test_bfloat16_compute_stays_near_float64():
+    m = model_settings(qk_norm=True)
+    params = random_params(m)
+    low = jax.tree_util.tree_map_with_path(
+        lambda path, p: p.astype(precision.parameter_compute_dtype(path[-1].key, jnp.bfloat16)),
+        params,
+    )
+    run = functools.partial(objective, m=m, dtype=jnp.bfloat16)
+    value, (hidden_BLD, logits_BLV) = jax.jit(run)(low)
+    assert hidden_BLD.dtype == jnp.bfloat16
+    assert logits_BLV.dtype == value.dtype == jnp.float32
+    expected_BLD = numpy_hidden(in_float64(params), IDS_BL[:, :-1], m)
+    error = np.asarray(hidden_BLD, np.float64) - expected_BLD
+    # Every product and sum is rounded to eight bits, some forty times a layer.
+    assert math.sqrt((error**2).mean()) < 0.03
+    # Float32 would be two thousand times nearer: the rounding does take place.
+    assert math.sqrt((error**2).mean()) > 1e-3
+    gradients, _ = jax.eval_shape(jax.grad(run, has_aux=True), low)
+    assert jax.tree.map(lambda g: g.dtype, gradients) == jax.tree.map(lambda p: p.dtype, low)
+
+
+# --- parameters ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_letters_of_a_name_are_the_axes_of_the_array(options):
+    m = model_settings(**OPTIONS[options])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes(m)):
+        letters = ("N" if path[0].key == "layers" else "") + path[-1].key.rpartition("_")[2]
+        assert leaf.shape == tuple(SIZES[letter] for letter in letters)
+        assert leaf.dtype == jnp.float32
+
+
+def test_options_add_the_parameters_they_need_and_no_others():
+    def names(**changes):
+        tree = shapes(model_settings(**changes))
+        return {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+    plain = names()
+    assert len(plain) == 9  # embedding, one norm, q, k, v, attention output, gate, up, down
+    assert names(norm="layernorm", isolate_documents=True, remat="full") == plain
+    assert names(qk_norm=True) - plain == {"query_norm_scale_K", "key_norm_scale_K"}
+    assert names(tied_embedding=False) - plain == {"unembedding_VD"}
+
+
+def num_elements(m: config.Model) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(m)))
+
+
+@given(
+    num_layers=st.integers(1, 5),
+    width=st.integers(1, 33),
+    num_heads=st.integers(1, 4),
+    head_size=st.integers(1, 5).map(lambda half: 2 * half),
+    feed_forward=st.none() | st.integers(1, 40),
+    vocabulary_size=st.integers(2, 300),
+    tied_embedding=st.booleans(),
+    qk_norm=st.booleans(),
+    norm=st.sampled_from(["rms", "layernorm"]),
+)
+@settings(max_examples=15)
+def test_the_arrays_hold_as_many_parameters_as_planned(**changes):
+    m = model_settings(**changes)
+    assert num_elements(m) == flops.num_parameters(m, padded=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "count_with_padding"),
+    [
+        ("palm_8b", 8_632_008_704, 8_632_532_992),
+        ("palm_62b", 62_495_653_888, 62_496_702_464),
+        ("palm_540b", 540_356_456_448, 540_358_815_744),
+    ],
+)
+def test_full_size_models_have_the_papers_number_of_parameters(name, count, count_with_padding):
+    file = pathlib.Path(__file__).parents[1] / "configs" / f"{name}.yaml"
+    m = config.load(file).model.model_copy(update={"vocabulary_multiple": 128})
+    assert num_elements(m) == count
+    assert num_elements(m.model_copy(update={"vocabulary_size": 256_001})) == count_with_padding
+
+
+@functools.cache
+def initial(data: int, fsdp: int, tensor: int) -> model.Params:
+    """Parameters drawn on a mesh."""
+    m = model_settings(
+        num_layers=2,
+        width=64,
+        num_heads=8,
+        feed_forward=200,
+        vocabulary_size=257,
+        tied_embedding=False,
+        qk_norm=True,
+    )
+    mesh = sharding.make_mesh(config.Mesh(data=data, fsdp=fsdp, tensor=tensor))
+    places = sharding.shardings(mesh, shapes(m))
+    return jax.jit(lambda: model.init(jax.random.key(7), m), out_shardings=places)()
+
+
+def test_initial_values_are_normal_with_the_papers_spread():
+    params = initial(data=1, fsdp=1, tensor=1)
+    D, HK, F = 64, 8 * 6, 200
+    num_inputs = {
+        "w_query_DHK": D,
+        "w_key_DK": D,
+        "w_value_DK": D,
+        "w_attention_HKD": HK,
+        "w_gate_DF": D,
+        "w_up_DF": D,
+        "w_down_FD": F,
+        "embedding_VD": 1,
+        "unembedding_VD": 1,
+    }
+    flat = {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    scales = {"norm_scale_D", "query_norm_scale_K", "key_norm_scale_K"}
+    assert set(flat) == set(num_inputs) | scales
+    for name in scales:
+        assert (np.asarray(flat[name]) == 0).all()
+    for name, n_in in num_inputs.items():
+        unit = np.asarray(flat[name], np.float64).ravel() * math.sqrt(n_in)
+        # Four standard errors of a sample of a normal distribution.
+        assert unit.mean() == pytest.approx(0, abs=4 / math.sqrt(unit.size))
+        assert unit.std() == pytest.approx(1, abs=4 / math.sqrt(2 * unit.size))
+        # A truncated normal would end at 2.3 standard deviations.
+        assert np.mean(np.abs(unit) > 2.4) == pytest.approx(0.0164, abs=0.014)
+        halves = unit[: unit.size // 2 * 2].reshape(2, -1)  # of a stacked leaf: its layers
+        assert abs(np.corrcoef(halves)[0, 1]) < 5 / math.sqrt(halves.shape[1])
+    for one, other in (
+        ("w_key_DK", "w_value_DK"),
+        ("w_gate_DF", "w_up_DF"),
+        ("embedding_VD", "unembedding_VD"),
+    ):
+        pair = np.stack([np.asarray(flat[name]).ravel() for name in (one, other)])
+        assert abs(np.corrcoef(pair)[0, 1]) < 5 / math.sqrt(pair.shape[1])
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        (1, 8, 1),
+        pytest.param((8, 1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), marks=pytest.mark.slow),
+        pytest.param((1, 1, 8), marks=pytest.mark.slow),
+    ],
+)
+def test_initial_bits_do_not_depend_on_the_mesh(mesh):
+    found, expected = initial(*mesh), initial(1, 1, 1)
+    held = found["layers"]["w_gate_DF"].addressable_shards[0].data.shape
+    assert held == (2, 64 // mesh[1], 200 // mesh[2])
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+# --- number formats -----------------------------------------------------------------------
+
+
+def test_only_norm_scales_stay_float32_in_bfloat16_compute():
+    formats = {
+        name: precision.parameter_compute_dtype(name, jnp.dtype(jnp.bfloat16)).name
+        for m in (model_settings(**options) for options in OPTIONS.values())
+        for name in (path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes(m)))
+    }
+    kept = {name for name, dtype in formats.items() if dtype == "float32"}
+    assert kept == {"norm_scale_D", "query_norm_scale_K", "key_norm_scale_K"}
+    assert set(formats.values()) == {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("policy", ["float32", "bfloat16"])
+def test_a_policy_names_the_format_of_the_products(policy):
+    dtype = precision.compute_dtype(config.Precision(policy=policy))
+    assert dtype == jnp.dtype(policy)
+    assert precision.is_half(dtype) == (policy == "bfloat16")
+
+
+def test_compiler_options_keep_every_rounding_to_bfloat16():
+    options = precision.compiler_options(jax.devices()[0].platform)
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=(32, 32)), jnp.bfloat16) for _ in range(2))
+    # XLA would leave out the rounding of the product: it sees the conversion that follows.
+    product = jax.jit(lambda x, w: (x @ w).astype(jnp.float32), compiler_options=options)(x, w)
+    np.testing.assert_array_equal(product, product.astype(jnp.bfloat16).astype(jnp.float32))
