@@ -1,7 +1,7 @@
 """The command line: parses, calls, prints.
 
-Exit codes: 0 done, 2 wrong input, 3 the environment cannot do it, 4 stopped by a signal
-after saving, 5 a defect of palm-jax. With --json, stdout holds one JSON object and nothing
+Exit codes: 0 done, 1 the answer is no, 2 wrong input, 3 the environment cannot do it,
+4 stopped by a signal after saving, 5 a defect of palm-jax. With --json, stdout holds one JSON object and nothing
 else; whatever is said on the way goes to stderr.
 """
 
@@ -23,7 +23,7 @@ import typer
 from palm_jax import config
 from palm_jax.errors import CannotDo, WrongInput
 
-STOPPED_BY_SIGNAL, OUR_DEFECT = 4, 5
+DIFFERENT, STOPPED_BY_SIGNAL, OUR_DEFECT = 1, 4, 5
 # What any access to a file may meet, a print to stdout too; other errors would be ours.
 _SYSTEM_REFUSES = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
@@ -294,11 +294,116 @@ def show(
             print(f"\n({len(batch.sequence_ids) - rows} more; --rows N shows them)")
 
 
+@app.command(epilog="Example: palm-jax replay runs/quickstart --steps 100:140")
+def replay(
+    run: Annotated[pathlib.Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A up to, not with, B.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="mesh.* of another mesh, or data.corpus."),
+    ] = None,
+    segment: Annotated[
+        int | None, typer.Option(help="Which history; the default is the last.", min=0)
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option(help="Which attempt of each step; the default is the last.", min=1)
+    ] = None,
+    allow_environment: Annotated[
+        bool, typer.Option(help="Replay although the environment may give other bits.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Execute steps again and compare every computed field with the logbook, bit for bit.
+
+    Changes nothing in the run. Exit code 0: identical; 1: different; 3: cannot tell here.
+    """
+    from palm_jax.record import folder
+
+    if not folder.is_run(run):
+        raise WrongInput(f"{run} is not a run's folder: it has no {folder.CONFIG}")
+    start, stop = _interval("--steps", steps)
+    recorded = config.load(run / folder.CONFIG)
+    settings = config.override(recorded, overrides or ())
+    for key in config.differences(recorded, settings):
+        if not key.startswith("mesh.") and key != "data.corpus":
+            raise WrongInput(
+                f"{key} would change what is replayed; a replay takes mesh.* and data.corpus"
+            )
+    _start(settings)
+
+    from palm_jax import console
+    from palm_jax.corpus.reader import Corpus
+    from palm_jax.replay import replay as replaying
+
+    with (
+        Corpus.open(settings.data.corpus) as corpus,
+        console.ReplayProgress(start, stop) as progress,
+    ):
+        comparison = replaying.replay(
+            folder.RunFolder(run.absolute()),
+            start,
+            stop,
+            corpus=corpus,
+            segment=segment,
+            attempt=attempt,
+            mesh=settings.mesh,
+            allow_environment=allow_environment,
+            tell=progress,
+        )
+    if as_json:
+        fields = dataclasses.asdict(comparison)
+        del fields["rows"]
+        _print_json({"run": str(run), **fields})
+    else:
+        _print_comparison(comparison)
+    if not comparison.identical:
+        raise typer.Exit(DIFFERENT)
+
+
+def _print_comparison(comparison: Any) -> None:
+    for problem in comparison.damaged_checkpoints:
+        print(f"passed over: {problem}")
+    came = (
+        "the config, step 0"
+        if comparison.from_checkpoint is None
+        else f"checkpoint {comparison.from_checkpoint}"
+    )
+    print(f"replayed from {came}; {comparison.expectation}")
+    for key, (old, new) in comparison.environment_differences.items():
+        print(f"environment: {key} was {old}, is {new}")
+    different = [row for row in comparison.rows if row[2]]
+    for step, compared, names in different[:10]:
+        print(f"  step {step}: {len(names)} of {compared} fields differ: {', '.join(names)}")
+    if len(different) > 10:
+        print(f"  and {len(different) - 10} more steps")
+    first = comparison.first_difference
+    if first is not None:
+        print(
+            f"first difference: step {first.step}, {first.field}: recorded {first.recorded}, "
+            f"replayed {first.replayed}"
+        )
+    verdict = "identical" if comparison.identical else "DIFFERENT"
+    digests = comparison.compared_digests
+    states = f", and the state digest of checkpoints {', '.join(map(str, digests))}"
+    print(
+        f"{verdict}: {comparison.compared_steps} steps x {len(comparison.fields)} fields compared"
+        + (states if digests else "")
+    )
+
+
+def _interval(option: str, text: str) -> tuple[int, int]:
+    start, colon, stop = text.partition(":")
+    if not colon or not (start.isdecimal() and stop.isdecimal()) or int(start) >= int(stop):
+        raise WrongInput(f"{option} {text}: give A:B with whole numbers, 0 <= A < B")
+    return int(start), int(stop)
+
+
 def _start(settings: config.Config) -> None:
     from palm_jax import start
 
     # Orbax tells of every file it writes, and of a failure in pages; it reaches us as an exception.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     # A loss may be NaN; that is for the logbook and the curves to show.
     logging.getLogger("tensorboardX").setLevel(logging.ERROR)
     start.start(settings)

@@ -423,6 +423,9 @@ def _explain(error: Any) -> str:
         for position, part in enumerate(error["loc"])
         if not (position == 1 and part in tags)
     )
+    if error["type"] == "extra_forbidden" and name in _keys(Config):
+        kind = error["loc"][1]
+        return f"{name} is a setting of another kind of {error['loc'][0]} than {kind!r}"
     if error["type"] == "extra_forbidden":
         return f"there is no setting {name}{_nearest(name)}"
     if error["type"] == "missing":

@@ -8,6 +8,7 @@ from typing import Any
 
 import rich.console
 import rich.progress
+import rich.table
 
 from palm_jax.errors import CannotDo
 
@@ -71,6 +72,11 @@ class TrainingProgress:
             f"{fields['parameters']:,} parameters on {environment['device_kind']}; the run {verb} "
             f"of {self.steps}"
         )
+        if (recorded := fields["recorded_steps"]) > fields["step"]:
+            self._print(
+                f"  steps {fields['step']} to {recorded - 1} are in the logbook but not in a "
+                "checkpoint: they are executed again, and compared"
+            )
         for key, (old, new) in fields["settings_changed"].items():
             self._print(f"  {key} was {old}, is {new}")
         for key, (old, new) in fields["environment_changed"].items():
@@ -81,9 +87,14 @@ class TrainingProgress:
             self._print(f"  checkpoints/{name} was never finished; the next save removes it")
         if fields["step"] < self.steps:
             self._print("  compiling; the first step takes longest")
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            # Where the terminal is narrow, all but the step may shrink.
+            width = len(f"step {self.steps}/{self.steps}")
+            step = rich.table.Column(no_wrap=True, min_width=width)
             self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                rich.progress.TextColumn(
+                    "step {task.completed:.0f}/{task.total:.0f}", table_column=step
+                ),
                 rich.progress.BarColumn(bar_width=20),
                 rich.progress.TextColumn("{task.fields[news]}"),
                 rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
@@ -152,7 +163,7 @@ class PreparationProgress:
             rich.progress.TaskProgressColumn(),
             rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not self._console.is_terminal or self._console.is_dumb_terminal,
         )
         self._tasks: dict[str, rich.progress.TaskID] = {}
 
@@ -174,3 +185,34 @@ class PreparationProgress:
             if self._bar.disable:
                 self._console.print(f"{stage} ...", markup=False)
         self._bar.update(self._tasks[stage], completed=done, total=total)
+
+
+class ReplayProgress:
+    """Shows how far a replay has come."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._console = _Console(stderr=True, highlight=False)
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("replaying step {task.completed:.0f}/{task.total:.0f}"),
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._console.print(f"replaying steps {start}:{stop}; compiling first", markup=False)
+        self._task = self._bar.add_task("replay", total=stop)
+
+    def __enter__(self) -> ReplayProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, stop: int) -> None:
+        self._bar.update(self._task, completed=done)

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+import time
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -189,6 +190,7 @@ class CompiledStep(NamedTuple):
     # Of XLA's own module, places in source files removed. Equal is strong evidence for equal
     # bits; unequal says nothing, because versions print differently.
     optimized_digest: str
+    compile_seconds: float  # tracing included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,12 +211,14 @@ class Program:
         """One step, compiled at the first batch of each size. Donates `state`."""
         num_sequences = int(np.prod(batch.shape[:3]))
         if num_sequences not in self.compiled:
+            began = time.perf_counter()
             lowered = self.traceable_step.lower(state, batch, controls)
             executable = lowered.compile()
             self.compiled[num_sequences] = CompiledStep(
                 call=executable,
                 lowered_digest=_digest_of_text(lowered.as_text()),
                 optimized_digest=_digest_of_text(_without_places(executable.as_text())),
+                compile_seconds=time.perf_counter() - began,
             )
         return self.compiled[num_sequences].call(state, batch, controls)
 

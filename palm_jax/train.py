@@ -13,16 +13,19 @@ from typing import Any
 
 import tensorboardX
 
-from palm_jax import config, data, sharding
+from palm_jax import config, sharding
 from palm_jax.corpus.manifest import Manifest
 from palm_jax.corpus.reader import Corpus
+from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.plan import flops
 from palm_jax.record import checkpoints as checkpoint_store
-from palm_jax.record import environment, folder, logbook
+from palm_jax.record import environment, folder, logbook, segments
 from palm_jax.record.checkpoints import Checkpoints
+from palm_jax.record.programs import ProgramRecorder
 from palm_jax.record.steps import StepRecorder, Tell
-from palm_jax.step import Program, TrainState, controls, make_program
+from palm_jax.replay import states
+from palm_jax.step import TrainState, controls
 from palm_jax.use.evaluate import Evaluation, evaluate
 
 
@@ -81,34 +84,38 @@ def train(
         corpus = stack.enter_context(Corpus.open(settings.data.corpus))
         check_corpus(settings, corpus.manifest)
         mesh = sharding.make_mesh(settings.mesh)
-        program = make_program(settings, mesh, corpus.manifest.end_of_document)
         run_folder, changes = folder.open_run(run, settings, corpus.manifest)
-        segment = run_folder.last_segment()
+        stack.enter_context(folder.held(run_folder))
+        segment = segments.read(run_folder.segment(run_folder.last_segment()))
+        course = Course(settings, segment, corpus, mesh)
         history = logbook.History.read(run_folder.path)
         current = environment.capture(
             threads=settings.numerics.threads, mesh_shape=dict(mesh.shape)
         )
         changed = _environment_changes(run_folder, current, allow_environment)
         saved = stack.enter_context(
-            Checkpoints(run_folder.checkpoints(segment), settings.checkpoint)
+            Checkpoints(run_folder.checkpoints(segment.segment), settings.checkpoint)
         )
         checkpoint_store.check_space(
-            run_folder.path, checkpoint_store.bytes_of(program.state_shapes)
+            run_folder.path, checkpoint_store.bytes_of(course.program_at(0).state_shapes)
         )
 
         # --- where it goes on ---
-        start = saved.latest() or 0
+        start = saved.latest()
+        if start is None:
+            start = segment.start_step
         if start > settings.steps:
             raise WrongInput(
                 f"steps={settings.steps}, but {run_folder.path} has already made {start} steps; "
                 f"set steps={start} or more"
             )
-        state, restored = _state_at(start, program, saved)
+        state, digest = _state_at(start, run_folder, course, saved)
+        _check_data(run_folder, course, start)
 
         book = stack.enter_context(logbook.Logbook.open(run_folder.path))
         num_parameters = flops.num_parameters(settings.model)
         beginning = {
-            "segment": segment,
+            "segment": segment.segment,
             "step": start,
             "steps": settings.steps,
             "parameters": num_parameters,
@@ -116,6 +123,7 @@ def train(
             "corpus_digest": corpus.manifest.digest,
             "settings_changed": {key: list(both) for key, both in changes.items()},
             "environment_changed": {key: list(both) for key, both in changed.items()},
+            "recorded_steps": history.steps_of(segment.segment),
             "torn_lines": [f"{torn.path.name}:{torn.line}" for torn in history.torn],
             "leftovers": saved.leftovers(),
             "environment": current,
@@ -125,69 +133,85 @@ def train(
         tell("start", beginning)
 
         # --- the loop ---
-        summaries = _summaries(stack, run_folder.tensorboard(segment), start, settings.log)
-        recorder = StepRecorder(settings, segment, book, history, summaries, tell)
-        source = data.BatchSource(
-            corpus, settings.seed, settings.data.ramp, num_steps=settings.steps
-        )
-        batches = data.batches(
-            source,
-            start,
-            settings.steps,
-            threads=settings.data.read_threads,
-            prefetch=settings.data.prefetch_steps,
-        )
-        stack.enter_context(contextlib.closing(batches))
+        summaries = _summaries(stack, run_folder.tensorboard(segment.segment), start, settings.log)
+        recorder = StepRecorder(settings, segment.segment, book, history, summaries, tell)
+        programs = ProgramRecorder(run_folder, segment.segment, book, allow_environment)
         fixed = controls()
-        done, digest, evaluation, stopped_by = start, restored, None, None
-        for batch in batches:
-            state, vitals = program.step(state, program.put(batch.tokens), fixed)
-            recorder.add(batch, vitals)
-            done = batch.step + 1
-            stopped_by = stop_requested()
-            at_end = done == settings.steps or stopped_by is not None
-            to_save = at_end or due(done, settings.checkpoint.every)
-            if to_save or due(done, settings.log.every):
-                recorder.flush()
-            evaluation = None
-            if due(done, settings.eval.every) or done == settings.steps:
-                evaluation = evaluate(program, state.params, corpus)
-                _record_evaluation(book, summaries, tell, segment, done, evaluation)
-                recorder.restart_clock()
-            if to_save:
-                digest = _save(saved, book, tell, segment, done, state, evaluation)
-                recorder.restart_clock()
-            if stopped_by is not None:
-                break
+        done, evaluation, stopped_by = start, None, None
+        with course.batches(start, settings.steps) as batches:
+            for step, batch in batches:
+                program = course.program_at(step)
+                state, vitals = program.step(state, program.put(batch.tokens), fixed)
+                recorder.leave_out(programs.note(step, program))
+                recorder.add(step, batch, vitals)
+                done = step + 1
+                stopped_by = stop_requested()
+                at_end = done == settings.steps or stopped_by is not None
+                to_save = at_end or due(done, settings.checkpoint.every)
+                if to_save or due(done, settings.log.every):
+                    recorder.flush()
+                evaluation = None
+                if due(done, settings.eval.every) or done == settings.steps:
+                    evaluation = evaluate(program, state.params, corpus)
+                    _record_evaluation(book, summaries, tell, segment, done, evaluation)
+                    recorder.restart_clock()
+                if to_save:
+                    digest = _save(saved, book, tell, segment, done, state, evaluation)
+                    recorder.restart_clock()
+                if stopped_by is not None:
+                    break
         if start == settings.steps:  # nothing was left to do
-            evaluation = evaluate(program, state.params, corpus)
+            evaluation = evaluate(course.program_at(start), state.params, corpus)
             _record_evaluation(book, summaries, tell, segment, done, evaluation)
         saved.wait()  # the run's last words come after its last checkpoint is on the disk
-        last = recorder.last or _last_step(run_folder, segment, done - 1)
+        last = recorder.last or _last_step(run_folder, segment.segment, done - 1)
         outcome = Outcome(
             step=done,
             loss=float(last["loss"]),
-            tokens=data.sequences_before(settings.data.ramp, done) * settings.model.sequence_length,
+            tokens=int(last["tokens"]),
             state_digest=digest,
             evaluation=evaluation,
             stopped_by=stopped_by if done < settings.steps else None,
         )
-        ending = {"segment": segment, "step": done, "state_digest": digest, "signal": stopped_by}
+        ending = {
+            "segment": segment.segment,
+            "step": done,
+            "state_digest": digest,
+            "signal": stopped_by,
+        }
         book.append("stop", **ending)
         book.flush()
         tell("stop", ending)
         return outcome
 
 
-def _state_at(start: int, program: Program, saved: Checkpoints) -> tuple[TrainState, str]:
-    """The state whose next step is `start`, and its digest if it comes from a checkpoint.
+def _state_at(
+    start: int, run: folder.RunFolder, course: Course, saved: Checkpoints
+) -> tuple[TrainState, str]:
+    """The state whose next step is `start`, and its digest if it comes from a checkpoint."""
+    if start in saved.steps():
+        state, record = saved.restore(start, course.program_at(start).state_shapes)
+        return state, record["digest"]["whole"]
+    return states.newest_state(run, course, start).state, ""
 
-    Step 0 is computed from the config.
+
+def _check_data(run: folder.RunFolder, course: Course, start: int) -> None:
+    """Raise CannotDo if the step before `start` would not read today what it read then.
+
+    A change of corpus reader, tokenizer or shuffle shows here, before it can enter the run.
     """
-    if start == 0:
-        return program.init(), ""
-    state, record = saved.restore(start, program.state_shapes)
-    return state, record["digest"]["whole"]
+    segment, step = course.segment, start - 1
+    if step < segment.start_step:
+        return
+    recorded = _last_step(run, segment.segment, step)["batch_digest"]
+    with course.batches(step, start) as batches:
+        (_, batch), *_ = list(batches)
+    if batch.digest != recorded:
+        raise CannotDo(
+            f"step {step} of {run.path} read a batch of digest {recorded}, and would now read "
+            f"{batch.digest}: the code that reads data has changed. Continue with the version "
+            "that the run was made with"
+        )
 
 
 def _environment_changes(
@@ -228,11 +252,11 @@ def _record_evaluation(
     book: logbook.Logbook,
     summaries: tensorboardX.SummaryWriter | None,
     tell: Tell,
-    segment: int,
+    segment: segments.Segment,
     step: int,
     evaluation: Evaluation,
 ) -> None:
-    fields = {"segment": segment, "step": step, **dataclasses.asdict(evaluation)}
+    fields = {"segment": segment.segment, "step": step, **dataclasses.asdict(evaluation)}
     book.append("evaluation", **fields)
     book.flush()
     tell("evaluation", fields)
@@ -245,15 +269,15 @@ def _save(
     saved: Checkpoints,
     book: logbook.Logbook,
     tell: Tell,
-    segment: int,
+    segment: segments.Segment,
     step: int,
     state: TrainState,
     evaluation: Evaluation | None,
 ) -> str:
     """Start saving `state` as checkpoint `step`; returns its digest."""
-    record = {"segment": segment}
+    record = {"segment": segment.segment}
     digest = saved.save(step, state, record, None if evaluation is None else evaluation.loss)
-    fields = {"segment": segment, "step": step, "state_digest": digest.whole}
+    fields = {"segment": segment.segment, "step": step, "state_digest": digest.whole}
     book.append("checkpoint", **fields)
     book.flush()
     tell("checkpoint", fields)

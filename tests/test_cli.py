@@ -412,11 +412,11 @@ def test_full_disk_under_stdout_is_one_message(palm_jax, prepared):
 def test_training_that_nobody_listens_to_any_more_says_so_by_its_exit_code(
     palm_jax, prepared, tmp_path
 ):
-    process = palm_jax.start("train", "small.yaml", "--run", tmp_path / "run", "--json")
-    follow(process, "compiling")
-    process.stderr.close()
-    assert process.wait(timeout=300) == 3
-    assert process.stdout.read() == ""
+    with palm_jax.start("train", "small.yaml", "--run", tmp_path / "run", "--json") as process:
+        follow(process, "compiling")
+        process.stderr.close()
+        assert process.stdout.read() == ""
+    assert process.returncode == 3
 
 
 # --- signals: exit code 4 ---

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from palm_jax import config, data, sharding, step
+from palm_jax import config, data, model, sharding, step
 from palm_jax import train as training
 from palm_jax.corpus import prepare
 from palm_jax.corpus.reader import Corpus
@@ -85,10 +85,10 @@ def crash_at(monkeypatch, last: int) -> None:
     """Make the process die, as far as the run can tell, while it records step `last`."""
     add = training.StepRecorder.add
 
-    def add_or_die(self, batch, vitals):
-        if batch.step == last:
+    def add_or_die(self, step, batch, vitals):
+        if step == last:
             raise KeyboardInterrupt
-        add(self, batch, vitals)
+        add(self, step, batch, vitals)
 
     monkeypatch.setattr(training.StepRecorder, "add", add_or_die)
 
@@ -121,10 +121,10 @@ def test_repeated_step_with_other_bits_stops_the_run(small, tmp_path, monkeypatc
             training.train(settings, run)
     part = run / "logbook" / "0000.jsonl"
     lines = part.read_text().splitlines()
-    record = json.loads(lines[2])
-    assert record["step"] == 1
+    (place,) = [n for n, line in enumerate(lines) if json.loads(line).get("step") == 1]
+    record = json.loads(lines[place])
     record["bits"]["gradient_norm"] = f"{int(record['bits']['gradient_norm'], 16) ^ 1:08x}"
-    lines[2] = json.dumps(record)
+    lines[place] = json.dumps(record)
     part.write_text("\n".join(lines) + "\n")
     with pytest.raises(CannotDo, match="step 1 was executed before, and its gradient_norm"):
         training.train(settings, run)
@@ -160,6 +160,26 @@ def test_longer_run_continues_and_records_the_changed_setting(small, straight, t
     assert events(run, "start")[-1]["settings_changed"] == {"steps": [12, 13]}
     with pytest.raises(WrongInput, match=r"steps=12, but .* already made 13"):
         training.train(small(), run)
+
+
+def test_code_that_would_read_other_data_may_not_go_on(small, straight, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(straight[0], run)
+    monkeypatch.setattr(data, "_SHUFFLE_ROUNDS", 8)
+    with pytest.raises(CannotDo, match=r"step 11 .* read a batch of digest"):
+        training.train(small(steps=13), run)
+
+
+def test_code_that_makes_another_program_may_not_go_on(small, straight, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(straight[0], run)
+    monkeypatch.setattr(model, "EPSILON", 1e-5)
+    with pytest.raises(CannotDo, match="the program for batches of 16 is not the one"):
+        training.train(small(steps=13), run)
+    assert Checkpoints(run / "segments/000/checkpoints", config.Checkpoint()).latest() == 12
+    training.train(small(steps=13), run, allow_environment=True)
+    first, *_, last = [e for e in events(run, "program") if e["batch_size"] == 16]
+    assert first["lowered_digest"] != last["lowered_digest"]
 
 
 # --- evaluation ---
@@ -313,6 +333,14 @@ def test_url_is_refused_and_makes_no_folder(small, tmp_path, monkeypatch):
     with pytest.raises(WrongInput, match="gs://bucket/x"):
         training.train(small(), "gs://bucket/x")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_second_training_of_a_run_is_refused_while_the_first_goes_on(small, straight, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(straight[0], run)
+    with folder.held(folder.RunFolder(run)), pytest.raises(CannotDo, match="another process"):
+        training.train(small(steps=13), run)
+    training.train(small(steps=13), run)
 
 
 # --- the record ---

@@ -32,9 +32,10 @@ PACKAGES = (
 )
 
 # Recorded to be read, never compared. Python, NumPy and Orbax carry bits without computing
-# any; the digest of the source says what a version or a commit only suggests; and sums follow
-# one tree whatever the data-parallel width (docs/bits.md), so neither `mesh.data`, `mesh.fsdp`
-# nor the counts of devices and processes can change them.
+# any. What this package's own code makes of a config is compared where it counts: the module
+# that XLA is given for each batch size, and the digest of the batches. Sums follow one tree
+# whatever the data-parallel width (docs/bits.md), so neither `mesh.data`, `mesh.fsdp` nor the
+# counts of devices and processes can change them.
 INFORMATIONAL = frozenset(
     {
         "python",
@@ -43,6 +44,7 @@ INFORMATIONAL = frozenset(
         "palm_jax",
         "commit",
         "dirty",
+        "source",
         "device_count",
         "process_count",
         "mesh.data",

@@ -9,7 +9,10 @@ RUN/
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
@@ -52,6 +55,26 @@ class RunFolder:
         if not (self.path / MANIFEST).is_file():
             raise CannotDo(f"{self.path} is damaged: it has no {MANIFEST}; restore it")
         return manifest.read(self.path)
+
+
+@contextlib.contextmanager
+def held(run: RunFolder) -> collections.abc.Iterator[None]:
+    """Keep other processes of this machine from writing to the run, as long as this one does.
+
+    Raises:
+      CannotDo: another process holds it.
+    """
+    descriptor = os.open(run.path, os.O_RDONLY)
+    try:
+        # Let go by the system when the process ends, however it ends.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise CannotDo(
+            f"another process is writing to {run.path}; wait for it, or name another folder"
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:

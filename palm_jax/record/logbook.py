@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.errors import CannotDo
 
 _PART = re.compile(r"\d{4,}\.jsonl")
 
@@ -224,12 +224,11 @@ def scan(run_dir: str | os.PathLike[str]) -> Iterator[dict[str, Any] | Torn]:
     """As `read`, but one at a time: a long run's logbook need not fit in memory.
 
     Raises:
-      WrongInput: the run has no logbook.
-      CannotDo: a line that is not the last of its part is not a record.
+      CannotDo: the run has no logbook, or a line that is not the last of its part is not a record.
     """
     folder = pathlib.Path(run_dir) / "logbook"
     if not folder.is_dir():
-        raise WrongInput(f"{run_dir} is not the folder of a run: it has no logbook/")
+        raise CannotDo(f"{run_dir} is damaged, or no run: it has no logbook/; restore it")
     for path in _parts(folder):
         yield from _scan_part(path)
 
@@ -309,6 +308,10 @@ class History:
         self._attempts[place] = max(attempt, self._attempts.get(place, 0))
         if place not in self._first or attempt < self._first[place][0]:
             self._first[place] = (attempt, record["bits"])
+
+    def steps_of(self, segment: int) -> int:
+        """The step after the last one that was recorded in a segment; 0 if none was."""
+        return max((step + 1 for s, step in self._attempts if s == segment), default=0)
 
     def next_attempt(self, segment: int, step: int) -> int:
         """Number of the next execution of a step; the first is 1."""

@@ -18,6 +18,24 @@ from palm_jax.record.logbook import History, Logbook
 Tell = collections.abc.Callable[[str, dict[str, Any]], None]  # (event, fields)
 
 
+def computed_fields(
+    settings: config.Config, batch: data.StepBatch, vitals: dict[str, Any]
+) -> dict[str, Any]:
+    """A step's computed fields, which a replay must reproduce: vitals, and what was read.
+
+    Args:
+      vitals: on the host.
+    """
+    sequences = data.sequences_before(settings.data.ramp, batch.step + 1)
+    return {
+        **vitals,
+        "tokens": sequences * settings.model.sequence_length,
+        "batch_size": len(batch.tokens),
+        "first_position": batch.first_position,
+        "batch_digest": batch.digest,
+    }
+
+
 class StepRecorder:
     """Takes each step's batch and vitals; `flush` brings them to the logbook.
 
@@ -37,7 +55,7 @@ class StepRecorder:
         self.settings, self.segment = settings, segment
         self.book, self.history, self.summaries, self.tell = book, history, summaries, tell
         self.last: dict[str, Any] | None = None  # computed fields of the last flushed step
-        self._pending: list[tuple[data.StepBatch, dict[str, jax.Array]]] = []
+        self._pending: list[tuple[int, data.StepBatch, dict[str, jax.Array]]] = []
         device = jax.devices()[0]
         self._peak = settings.log.peak_flops or flops.peak_flops(device.device_kind)
         self.restart_clock()
@@ -46,8 +64,12 @@ class StepRecorder:
         """Leave what happened since the last flush out of the next step's time."""
         self._since = time.perf_counter()
 
-    def add(self, batch: data.StepBatch, vitals: dict[str, jax.Array]) -> None:
-        self._pending.append((batch, vitals))
+    def leave_out(self, seconds: float) -> None:
+        """Take time spent on something else, such as compiling, out of the steps' time."""
+        self._since += seconds
+
+    def add(self, step: int, batch: data.StepBatch, vitals: dict[str, jax.Array]) -> None:
+        self._pending.append((step, batch, vitals))
 
     def flush(self) -> None:
         """Write what is pending and wait until it is on the disk.
@@ -58,19 +80,11 @@ class StepRecorder:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        vitals = jax.device_get([v for _, v in pending])
+        vitals = jax.device_get([v for _, _, v in pending])
         measured = self._measured(pending)
         different = None
-        for (batch, _), computed in zip(pending, vitals, strict=True):
-            step = batch.step
-            tokens = data.sequences_before(self.settings.data.ramp, step + 1)
-            self.last = {
-                **computed,
-                "tokens": tokens * self.settings.model.sequence_length,
-                "batch_size": len(batch.tokens),
-                "first_position": batch.first_position,
-                "batch_digest": batch.digest,
-            }
+        for (step, batch, _), computed in zip(pending, vitals, strict=True):
+            self.last = computed_fields(self.settings, batch, computed)
             first = self.history.first_attempt(self.segment, step)
             attempt = self.history.next_attempt(self.segment, step)
             self.book.step(
@@ -94,7 +108,7 @@ class StepRecorder:
         if different is not None:
             self.book.append("difference", segment=self.segment, **different)
         self.book.flush()
-        self.tell("step", {"step": pending[-1][0].step, **(self.last or {}), **measured})
+        self.tell("step", {"step": pending[-1][0], **(self.last or {}), **measured})
         if different is not None:
             raise CannotDo(
                 f"step {different['step']} was executed before, and its {different['field']} was "
@@ -104,10 +118,10 @@ class StepRecorder:
             )
         self.restart_clock()
 
-    def _measured(self, pending: list[tuple[data.StepBatch, Any]]) -> dict[str, Any]:
+    def _measured(self, pending: list[tuple[int, data.StepBatch, Any]]) -> dict[str, Any]:
         """Means over the steps since the last flush. All of a step's targets count."""
         model, seconds = self.settings.model, time.perf_counter() - self._since
-        num_tokens = sum(len(batch.tokens) for batch, _ in pending) * model.sequence_length
+        num_tokens = sum(len(batch.tokens) for _, batch, _ in pending) * model.sequence_length
         rate = num_tokens / seconds
         mesh = self.settings.mesh
         num_devices = mesh.data_parallel * mesh.tensor
