@@ -1,8 +1,8 @@
 """The command line: parses, calls, prints.
 
 Exit codes: 0 done, 1 the answer is no, 2 wrong input, 3 the environment cannot do it,
-4 stopped by a signal after saving, 5 a defect of palm-jax. With --json, stdout holds one JSON object and nothing
-else; whatever is said on the way goes to stderr.
+4 stopped by a signal after saving, 5 a defect of palm-jax. With --json, stdout holds one
+JSON object and nothing else; whatever is said on the way goes to stderr.
 """
 
 from __future__ import annotations
