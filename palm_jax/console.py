@@ -62,6 +62,9 @@ class TrainingProgress:
         elif self._bar is not None:
             self.console.show_cursor()
 
+    def say(self, text: str) -> None:
+        self._print(text)
+
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 

@@ -9,7 +9,6 @@ import dataclasses
 import jax
 
 from palm_jax import config, data
-from palm_jax.corpus.reader import Corpus
 from palm_jax.record.segments import Segment
 from palm_jax.step import Program, TrainState, Vitals, controls, make_program
 
@@ -23,7 +22,7 @@ class Course:
 
     base: config.Config
     segment: Segment
-    corpus: Corpus
+    corpus: data.Rows
     mesh: jax.sharding.Mesh
     programs: dict[str, Program] = dataclasses.field(default_factory=dict)  # by fingerprint
 

@@ -18,7 +18,9 @@ import dataclasses
 import functools
 import hashlib
 import operator
+import pathlib
 import struct
+from typing import Protocol
 
 import grain  # imports JAX, as grain always does, but touches no device
 import numpy as np
@@ -26,7 +28,7 @@ import numpy.typing as npt
 from grain.experimental import index_shuffle
 
 from palm_jax.config import Ramp
-from palm_jax.corpus.reader import Corpus
+from palm_jax.corpus.manifest import Manifest
 from palm_jax.errors import WrongInput
 
 Exclusions = collections.abc.Sequence[tuple[int, int]]  # [start, stop) in positions
@@ -217,6 +219,19 @@ def add_digests(digests: collections.abc.Iterable[str]) -> str:
     return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}"
 
 
+class Rows(Protocol):
+    """Where sequences are read from: a corpus, or what a bundle carries of one."""
+
+    folder: pathlib.Path
+    manifest: Manifest
+
+    def num_sequences(self, split: str) -> int: ...
+
+    def read(
+        self, split: str, ids: collections.abc.Sequence[int] | npt.NDArray[np.integer]
+    ) -> npt.NDArray[np.int32]: ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchSource:
     """Random access to the batches of a run: `source[step]`, for 0 <= step < num_steps.
@@ -225,7 +240,7 @@ class BatchSource:
     default is all of them.
     """
 
-    corpus: Corpus
+    corpus: Rows
     seed: int
     ramp: Ramp
     num_steps: int
@@ -254,7 +269,7 @@ class BatchSource:
 
 
 def batch(
-    corpus: Corpus,
+    corpus: Rows,
     seed: int,
     step: int,
     ramp: Ramp,

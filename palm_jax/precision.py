@@ -1,13 +1,13 @@
 """Which parts of a step are computed in which number format.
 
 Master weights, optimizer state, norms, softmax, loss and every sum over devices,
-microbatches or tokens are float32 under both policies; a policy chooses the format in
-which matrices are multiplied and activations are kept.
+microbatches or tokens are float32 under both policies (but for one addition: the two
+gradients of a tied table meet in the compute format). A policy chooses the format in which
+matrices are multiplied and activations are kept.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from palm_jax import config
@@ -25,10 +25,6 @@ def parameter_compute_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
     1 + s would swallow s below 2^-8.
     """
     return jnp.dtype(jnp.float32) if "scale" in name else dtype
-
-
-def is_half(dtype: jax.typing.DTypeLike) -> bool:
-    return jnp.dtype(dtype).itemsize == 2
 
 
 def compiler_options(platform: str) -> dict[str, bool | str]:

@@ -20,7 +20,7 @@ from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.plan import flops
 from palm_jax.record import checkpoints as checkpoint_store
-from palm_jax.record import environment, folder, logbook, segments
+from palm_jax.record import digests, environment, folder, logbook, segments
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.programs import ProgramRecorder
 from palm_jax.record.steps import StepRecorder, Tell
@@ -68,6 +68,7 @@ def train(
     tell: Tell = lambda event, fields: None,
     stop_requested: collections.abc.Callable[[], str | None] = lambda: None,
     allow_environment: bool = False,
+    keep: bool = True,
 ) -> Outcome:
     """Train `settings` in the folder `run`, from its newest checkpoint if it has one.
 
@@ -75,6 +76,7 @@ def train(
       tell: is told of each event as it enters the logbook.
       stop_requested: asked after every step; names the reason to save and stop, or None.
       allow_environment: continue although the environment may give other bits.
+      keep: save checkpoints and evaluate at the end; an experiment may do without.
     Raises:
       WrongInput: settings, corpus and run folder do not fit together.
       CannotDo: the devices, the disk, the environment or a damaged checkpoint forbid it.
@@ -93,6 +95,9 @@ def train(
             threads=settings.numerics.threads, mesh_shape=dict(mesh.shape)
         )
         changed = _environment_changes(run_folder, current, allow_environment)
+        if segment.parent is not None and segment.parent.run is not None:
+            departed_from = folder.RunFolder((run_folder.path / segment.parent.run).resolve())
+            changed |= _environment_changes(departed_from, current, allow_environment)
         saved = stack.enter_context(
             Checkpoints(run_folder.checkpoints(segment.segment), settings.checkpoint)
         )
@@ -147,11 +152,11 @@ def train(
                 done = step + 1
                 stopped_by = stop_requested()
                 at_end = done == settings.steps or stopped_by is not None
-                to_save = at_end or due(done, settings.checkpoint.every)
-                if to_save or due(done, settings.log.every):
+                to_save = keep and (at_end or due(done, settings.checkpoint.every))
+                if to_save or at_end or due(done, settings.log.every):
                     recorder.flush()
                 evaluation = None
-                if due(done, settings.eval.every) or done == settings.steps:
+                if due(done, settings.eval.every) or (keep and done == settings.steps):
                     evaluation = evaluate(program, state.params, corpus)
                     _record_evaluation(book, summaries, tell, segment, done, evaluation)
                     recorder.restart_clock()
@@ -160,9 +165,11 @@ def train(
                     recorder.restart_clock()
                 if stopped_by is not None:
                     break
-        if start == settings.steps:  # nothing was left to do
+        if start == settings.steps and keep:  # nothing was left to do
             evaluation = evaluate(course.program_at(start), state.params, corpus)
             _record_evaluation(book, summaries, tell, segment, done, evaluation)
+        if not keep:
+            digest = digests.digest(state).whole
         saved.wait()  # the run's last words come after its last checkpoint is on the disk
         last = recorder.last or _last_step(run_folder, segment.segment, done - 1)
         outcome = Outcome(

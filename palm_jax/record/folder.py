@@ -13,7 +13,6 @@ import collections.abc
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import pathlib
 import secrets
@@ -23,6 +22,7 @@ from typing import Any
 from palm_jax import config
 from palm_jax.corpus import manifest
 from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.record import segments
 
 CONFIG, MANIFEST = "config.yaml", manifest.FILE_NAME
 
@@ -95,7 +95,7 @@ def open_run(
     """
     run = RunFolder(manifest.local_folder(path, "--run").absolute())
     if not is_run(run.path):
-        _create(run, settings, corpus)
+        create(run, settings, corpus, segments.Segment())
         return run, {}
     changes = config.differences(run.config(), settings)
     if fixed := {key: both for key, both in changes.items() if not config.may_change(key)}:
@@ -114,7 +114,18 @@ def open_run(
     return run, changes
 
 
-def _create(run: RunFolder, settings: config.Config, corpus: manifest.Manifest) -> None:
+def create(
+    run: RunFolder,
+    settings: config.Config,
+    corpus: manifest.Manifest,
+    first: segments.Segment,
+) -> None:
+    """Make the folder of a run, or of a branch, whose first segment is `first`.
+
+    Raises:
+      WrongInput: the folder exists and is not empty.
+      CannotDo: it cannot be written.
+    """
     # Complete under another name, then renamed: a killed start leaves no half run.
     path = run.path
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -126,16 +137,37 @@ def _create(run: RunFolder, settings: config.Config, corpus: manifest.Manifest) 
         (whole / "logbook").mkdir()
         _write(whole / CONFIG, config.to_yaml(settings))
         _write(whole / MANIFEST, corpus.model_dump_json(indent=2) + "\n")
-        _write(
-            new.segment(0) / "segment.json",
-            json.dumps({"segment": 0, "parent": None, "start_step": 0, "exclusions": []}) + "\n",
-        )
+        _write(new.segment(0) / segments.FILE_NAME, first.model_dump_json(indent=2) + "\n")
         whole.rename(path)
     except OSError as error:
         reason = error.strerror
         raise CannotDo(f"cannot create the run folder {path}: {reason}; name another") from error
     finally:
         shutil.rmtree(whole, ignore_errors=True)  # renamed by now, or a failure
+
+
+def open_segment(
+    run: RunFolder,
+    segment: segments.Segment,
+    checkpoints: collections.abc.Sequence[pathlib.Path] = (),
+) -> None:
+    """Add a segment to a run, with copies of the given checkpoint folders.
+
+    Raises:
+      CannotDo: it cannot be written.
+    """
+    path = run.segment(segment.segment)
+    whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        (whole / "checkpoints").mkdir(parents=True)
+        for saved in checkpoints:
+            shutil.copytree(saved, whole / "checkpoints" / saved.name)
+        _write(whole / segments.FILE_NAME, segment.model_dump_json(indent=2) + "\n")
+        whole.rename(path)
+    except OSError as error:
+        raise CannotDo(f"cannot open a segment in {run.path}: {error}") from error
+    finally:
+        shutil.rmtree(whole, ignore_errors=True)
 
 
 def _write(path: pathlib.Path, text: str) -> None:

@@ -12,6 +12,7 @@ compared.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 import os
@@ -70,9 +71,14 @@ class Logbook:
         return cls(path, descriptor)
 
     def append(self, event: str, **fields: Any) -> None:
-        """Add a record. Numbers may be Python's, NumPy's or arrays; arrays become lists."""
+        """Add a record. Numbers may be Python's, NumPy's or arrays; arrays become lists.
+
+        Events other than steps get the `time`, in UTC.
+        """
         assert self._descriptor is not None, f"{self.path} is closed"
         assert event, "a record needs an event"
+        if event != "step":
+            fields["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         record = {"event": event, **{key: plain(value) for key, value in fields.items()}}
         self._lines.append(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
 
@@ -226,11 +232,19 @@ def scan(run_dir: str | os.PathLike[str]) -> Iterator[dict[str, Any] | Torn]:
     Raises:
       CannotDo: the run has no logbook, or a line that is not the last of its part is not a record.
     """
+    for _, records in scan_parts(run_dir):
+        yield from records
+
+
+def scan_parts(
+    run_dir: str | os.PathLike[str],
+) -> Iterator[tuple[pathlib.Path, Iterator[dict[str, Any] | Torn]]]:
+    """As `scan`, part by part: a process that died shows in where its part ends."""
     folder = pathlib.Path(run_dir) / "logbook"
     if not folder.is_dir():
         raise CannotDo(f"{run_dir} is damaged, or no run: it has no logbook/; restore it")
     for path in _parts(folder):
-        yield from _scan_part(path)
+        yield path, _scan_part(path)
 
 
 def _scan_part(path: pathlib.Path) -> Iterator[dict[str, Any] | Torn]:

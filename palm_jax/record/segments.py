@@ -83,15 +83,13 @@ def _set(settings: dict[str, Any], changes: dict[str, Any]) -> None:
 
 def changes_of(
     base: config.Config, overrides: list[str], allowed: tuple[str, ...]
-) -> dict[str, Any]:
-    """`section.key=value` overrides as the dotted settings that they change.
+) -> dict[str, tuple[Any, Any]]:
+    """`section.key=value` overrides as the dotted settings they change: {name: (old, new)}.
 
     Raises:
-      WrongInput: a setting that does not exist, is not `allowed` to change here, or has
-        this value already.
+      WrongInput: a setting that does not exist, or is not `allowed` to change here.
     """
-    changed = config.override(base, overrides)
-    changes = {key: new for key, (_, new) in config.differences(base, changed).items()}
+    changes = config.differences(base, config.override(base, overrides))
     for key in changes:
         if key in FORM_OF_THE_STATE or not any(
             key == name or key.startswith(f"{name}.") for name in allowed

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from palm_jax import config, data, sharding
-from palm_jax.corpus.reader import Corpus
 from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import digests, environment, logbook, segments
@@ -97,7 +96,7 @@ def replay(
     start: int,
     stop: int,
     *,
-    corpus: Corpus,
+    corpus: data.Rows,
     segment: int | None = None,
     attempt: int | None = None,
     mesh: config.Mesh | None = None,

@@ -1,0 +1,3 @@
+from palm_jax import cli
+
+cli.main()

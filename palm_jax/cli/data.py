@@ -1,0 +1,133 @@
+"""`palm-jax data`: prepare a corpus, and look at what a step trains on."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from palm_jax import config
+from palm_jax.cli.terms import AsJson, Overrides, in_bytes, print_json
+from palm_jax.errors import WrongInput
+
+app = typer.Typer(help="Prepare a corpus, and look at what a step trains on.", no_args_is_help=True)
+
+
+@app.command(
+    epilog="Example: palm-jax data prepare --source 'text:books/*.txt' --out corpora/books"
+)
+def prepare(
+    source: Annotated[str, typer.Option(help="stdlib, or text:GLOB.")],
+    out: Annotated[str, typer.Option(help="The corpus folder to write.")],
+    sequence_length: Annotated[int, typer.Option(help="Targets per sequence.")] = 256,
+    held_out: Annotated[float, typer.Option(help="Fraction of documents held out.")] = 0.005,
+    document_separator: Annotated[
+        str | None, typer.Option(help="Split each text file into documents at this string.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Orders the documents.")] = 0,
+    workers: Annotated[int, typer.Option(help="Threads; the result does not depend on it.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Turn text into a corpus: tokenised, split, shuffled and cut into sequences."""
+    from palm_jax import console
+    from palm_jax.corpus import prepare as preparation
+
+    with console.PreparationProgress() as progress:
+        manifest = preparation.prepare(
+            source=source,
+            out=out,
+            sequence_length=sequence_length,
+            seed=seed,
+            held_out=held_out,
+            document_separator=document_separator,
+            workers=workers,
+            progress=progress,
+        )
+    if as_json:
+        print_json({"out": out, **manifest.model_dump(mode="json")})
+        return
+    print(f"{out}: corpus {manifest.digest[:16]}, {manifest.documents_read} documents")
+    print(
+        f"  empty and left out: {manifest.empty_documents}; not UTF-8, kept byte for byte: "
+        f"{manifest.invalid_utf8_documents}; longest: {in_bytes(manifest.longest_document_bytes)}"
+    )
+    for name, split in manifest.splits.items():
+        print(
+            f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, "
+            f"{split.sequences:,} sequences of {manifest.sequence_length}; "
+            f"{split.tail_tokens} tokens at the end left out"
+        )
+    if manifest.bigram_bits_per_byte is not None:
+        print(f"  a bigram model: {manifest.bigram_bits_per_byte:.4f} bits per held-out byte")
+
+
+@app.command(epilog="Example: palm-jax data show runs/quickstart --step 100 --rows 2")
+def show(
+    where: Annotated[pathlib.Path, typer.Argument(metavar="RUN|CONFIG")],
+    step: Annotated[int, typer.Option(help="The step.", min=0)],
+    rows: Annotated[int, typer.Option(help="How many sequences to print.", min=0)] = 4,
+    overrides: Overrides = None,
+    segment: Annotated[
+        int | None, typer.Option(help="Of a run, which history; the default is the last.", min=0)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what step STEP of a run, or of a config, trains on."""
+    from palm_jax import data
+    from palm_jax import train as training
+    from palm_jax.corpus.reader import Corpus
+    from palm_jax.record import folder, segments
+
+    is_run = folder.is_run(where)
+    settings = config.load(where / folder.CONFIG if is_run else where, overrides or ())
+    if is_run:
+        changes = config.differences(folder.RunFolder(where).config(), settings)
+        if other := [key for key in changes if not config.may_change(key)]:
+            raise WrongInput(
+                f"{where} is a run of another {', '.join(other)}; leave that out, or show the "
+                "config file with it"
+            )
+    with Corpus.open(settings.data.corpus) as corpus:
+        training.check_corpus(settings, corpus.manifest)
+        if is_run and folder.RunFolder(where).manifest().digest != corpus.manifest.digest:
+            raise WrongInput(
+                f"data.corpus={settings.data.corpus} is not the corpus that {where} was "
+                "trained on; name that one with data.corpus=..."
+            )
+        described = segments.Segment()
+        if is_run:
+            run = folder.RunFolder(where)
+            number = run.last_segment() if segment is None else segment
+            described = segments.read(run.segment(number))
+        batch = data.batch(
+            corpus,
+            settings.seed,
+            described.data_step(step),
+            settings.data.ramp,
+            described.exclusions,
+        )
+        if as_json:
+            print_json(
+                {
+                    "step": step,
+                    "first_position": batch.first_position,
+                    "batch_size": len(batch.sequence_ids),
+                    "sequence_ids": batch.sequence_ids.tolist(),
+                    "digest": batch.digest,
+                }
+            )
+            return
+        print(
+            f"step {step}: {len(batch.sequence_ids)} sequences from position "
+            f"{batch.first_position}, digest {batch.digest}"
+        )
+        for row, sequence_id in enumerate(batch.sequence_ids.tolist()[:rows]):
+            spans = corpus.documents("train", sequence_id)
+            print(
+                f"\n--- row {row}: sequence {sequence_id}, from "
+                + ", ".join(f"{span.name} [{span.start}:{span.stop}]" for span in spans)
+            )
+            print(corpus.decode(batch.tokens[row]))
+        if rows < len(batch.sequence_ids):
+            print(f"\n({len(batch.sequence_ids) - rows} more; --rows N shows them)")

@@ -1,0 +1,75 @@
+"""What the commands share: kinds of options, JSON on stdout, and starting JAX."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import pathlib
+from typing import Annotated, Any
+
+import typer
+
+from palm_jax import config
+from palm_jax.errors import WrongInput
+
+DIFFERENT, STOPPED_BY_SIGNAL = 1, 4
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to override.")
+]
+Run = Annotated[pathlib.Path, typer.Argument(metavar="RUN", help="The run's folder.")]
+AllowEnvironment = Annotated[
+    bool, typer.Option(help="Go on although the environment may give other bits.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def check_is_run(run: pathlib.Path) -> None:
+    """Raise WrongInput if the folder has no run."""
+    from palm_jax.record import folder
+
+    if not folder.is_run(run):
+        raise WrongInput(f"{run} is not a run's folder: it has no {folder.CONFIG}")
+
+
+def interval(option: str, text: str) -> tuple[int, int]:
+    """A:B as two numbers; raises WrongInput for anything else."""
+    start, colon, stop = text.partition(":")
+    if not colon or not (start.isdecimal() and stop.isdecimal()) or int(start) >= int(stop):
+        raise WrongInput(f"{option} {text}: give A:B with whole numbers, 0 <= A < B")
+    return int(start), int(stop)
+
+
+def prepare_jax(settings: config.Config) -> None:
+    """Set what must be set before the parts that use JAX are imported."""
+    from palm_jax import start as starting
+
+    # Orbax tells of every file it writes, and of a failure in pages; it reaches us as an exception.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # A loss may be NaN; that is for the logbook and the curves to show.
+    logging.getLogger("tensorboardX").setLevel(logging.ERROR)
+    starting.start(settings)
+
+
+def print_json(fields: dict[str, Any]) -> None:
+    """One line of strict JSON; numbers that are not finite become text."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {key: strict(inner) for key, inner in value.items()}
+        return [strict(v) for v in value] if isinstance(value, list | tuple) else value
+
+    print(json.dumps(strict(fields), allow_nan=False))
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for a person to read."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"

@@ -1,0 +1,161 @@
+"""Bundles: a range of a run's steps with all that a replay needs, to carry to another machine.
+
+A bundle is a run folder of its own: the config, the state before its first step as a
+checkpoint, the records of its steps, and in place of the corpus just the rows they read. So
+`palm-jax replay BUNDLE --steps A:B` works as on the run. It holds data only, and nothing from
+it is executed.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import pathlib
+import tarfile
+import tempfile
+import zipfile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from palm_jax import config, sharding
+from palm_jax.corpus.manifest import Manifest
+from palm_jax.corpus.reader import Corpus
+from palm_jax.course import Course
+from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.record import folder, logbook, segments
+from palm_jax.record.checkpoints import Checkpoints
+from palm_jax.record.folder import RunFolder
+from palm_jax.replay import states
+from palm_jax.replay.archives import ARCHIVE
+
+ROWS = "rows.npz"
+
+
+class BundledRows:
+    """The rows of a corpus that a bundle carries; reads like the corpus."""
+
+    def __init__(self, path: pathlib.Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = path.parent, manifest
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                ids, self._tokens = arrays["ids"], arrays["tokens"]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise CannotDo(f"{path} is damaged: {error}; copy the bundle again") from error
+        self._places = {int(sequence): place for place, sequence in enumerate(ids)}
+
+    def __enter__(self) -> BundledRows:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def num_sequences(self, split: str) -> int:
+        return self.manifest.splits[split].sequences
+
+    def read(
+        self, split: str, ids: collections.abc.Sequence[int] | npt.NDArray[np.integer]
+    ) -> npt.NDArray[np.int32]:
+        """As `Corpus.read`, for the rows in the bundle.
+
+        Raises:
+          WrongInput: it does not carry one of them.
+        """
+        wanted = [int(sequence) for sequence in ids]
+        for sequence in wanted:
+            if split != "train" or sequence not in self._places:
+                raise WrongInput(
+                    f"{self.folder} does not carry sequence {sequence} of split {split}; it can "
+                    "replay its own steps only"
+                )
+        return self._tokens[[self._places[sequence] for sequence in wanted]].astype(np.int32)
+
+
+def create(
+    run: RunFolder, start: int, stop: int, out: str, *, corpus: Corpus, segment: int | None = None
+) -> pathlib.Path:
+    """Write a bundle of steps [start, stop) to `out`: a folder, or an archive if it ends so.
+
+    Raises:
+      WrongInput: the steps are not in the logbook, or `out` exists.
+      CannotDo: it cannot be written.
+    """
+    target = pathlib.Path(out).absolute()
+    if target.exists():
+        raise WrongInput(f"--out {out} exists; name a new folder or archive")
+    settings = run.config()
+    number = run.last_segment() if segment is None else segment
+    described = segments.read(run.segment(number))
+    mesh = sharding.make_mesh(settings.mesh)
+    course = Course(settings, described, corpus, mesh)
+    records = _records(run, number, start, stop)
+    found = states.state_before(run, course, start)
+    with tempfile.TemporaryDirectory(dir=_existing_parent(target)) as scratch:
+        bundle = RunFolder(pathlib.Path(scratch) / target.name.removesuffix(ARCHIVE))
+        first = described.model_copy(update={"segment": 0})
+        folder.create(bundle, settings, run.manifest(), first)
+        with Checkpoints(bundle.checkpoints(0), settings.checkpoint) as saved:
+            digest = saved.save(start, found.state, {"segment": 0}, None)
+        with logbook.Logbook.open(bundle.path) as book:
+            for record in records:
+                kept = {k: v for k, v in record.items() if k not in ("event", "time")}
+                book.append(record["event"], **kept | {"segment": 0})
+            book.append("checkpoint", segment=0, step=start, state_digest=digest.whole)
+        ids: set[int] = set()
+        with course.batches(start, stop) as batches:
+            for _, batch in batches:
+                ids.update(batch.sequence_ids.tolist())
+        ordered = sorted(ids)
+        tokens = corpus.read("train", ordered)
+        dtype = np.dtype(corpus.manifest.dtype)
+        np.savez(bundle.path / ROWS, ids=np.array(ordered, np.int64), tokens=tokens.astype(dtype))
+        try:
+            if target.name.endswith(ARCHIVE):
+                whole = pathlib.Path(scratch) / target.name
+                with tarfile.open(whole, "w:gz") as archive:
+                    archive.add(bundle.path, arcname=bundle.path.name)
+                whole.rename(target)
+            else:
+                bundle.path.rename(target)
+        except OSError as error:
+            raise CannotDo(f"cannot write the bundle {out}: {error}") from error
+    return target
+
+
+def _existing_parent(target: pathlib.Path) -> pathlib.Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotDo(f"cannot write the bundle {target}: {error}; name another") from error
+    return target.parent
+
+
+def _records(run: RunFolder, segment: int, start: int, stop: int) -> list[dict[str, Any]]:
+    """The starts, programs, steps and checkpoint digests that a replay compares with."""
+    kept: list[dict[str, Any]] = []
+    steps: set[int] = set()
+    for record in logbook.scan(run.path):
+        if not isinstance(record, dict):
+            continue
+        event = record["event"]
+        if event == "start":
+            kept.append(record)
+        elif record.get("segment") != segment:
+            continue
+        elif event == "program":
+            kept.append(record)
+        elif event == "step" and start <= record["step"] < stop:
+            kept.append(record)
+            steps.add(record["step"])
+        elif event == "checkpoint" and start < record["step"] <= stop:
+            kept.append(record)
+    if missing := [step for step in range(start, stop) if step not in steps]:
+        raise WrongInput(f"the logbook of {run.path} has no record of step {missing[0]}")
+    return kept
+
+
+def open_rows(run: RunFolder, settings: config.Config) -> Corpus | BundledRows:
+    """What a run's steps are read from: its corpus, or the rows that its bundle carries."""
+    if (run.path / ROWS).is_file():
+        return BundledRows(run.path / ROWS, run.manifest())
+    return Corpus.open(settings.data.corpus)

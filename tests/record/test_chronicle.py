@@ -1,0 +1,612 @@
+"""The chronicle tells every event, in order, and what each crash and rollback cost."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import re
+import tempfile
+import time
+import tracemalloc
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.record import chronicle, logbook
+
+
+def at(clock: str) -> str:
+    return f"2026-03-01T{clock}+00:00"
+
+
+def event(name: str, clock: str, **fields: Any) -> dict[str, Any]:
+    return {"event": name, **fields, "time": at(clock)}
+
+
+def start(clock: str, segment: int, step: int, steps: int, **fields: Any) -> dict[str, Any]:
+    rest = {"settings_changed": {}, "environment_changed": {}, "environment": {"jax": "0.10.2"}}
+    rest |= {"parameters": 12345, "recorded_steps": 0, "torn_lines": [], "leftovers": []}
+    return event("start", clock, segment=segment, step=step, steps=steps, **rest | fields)
+
+
+def steps(
+    first: int, stop: int, *, segment: int = 0, attempt: int = 1, seconds: float = 0.5
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "event": "step",
+            "segment": segment,
+            "attempt": attempt,
+            "step": step,
+            "computed": {"loss": 5.0 - step / 10, "applied": True},
+            "bits": {},
+            "measured": {"step_seconds": seconds},
+        }
+        for step in range(first, stop)
+    ]
+
+
+def write(run: pathlib.Path, *parts: list[dict[str, Any]], torn: str = "") -> pathlib.Path:
+    """A run's folder with these parts; `torn` ends the first of them."""
+    (run / "logbook").mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text("steps: 1\n")
+    for number, records in enumerate(parts):
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (run / "logbook" / f"{number:04d}.jsonl").write_text(text + (torn if not number else ""))
+    return run
+
+
+def saved(clock: str, step: int, segment: int = 0) -> dict[str, Any]:
+    return event("checkpoint", clock, segment=segment, step=step, state_digest="ab12")
+
+
+def stop(clock: str, step: int, segment: int = 0, signal: str | None = None) -> dict[str, Any]:
+    return event("stop", clock, segment=segment, step=step, signal=signal, state_digest="ab12")
+
+
+def test_a_run_without_trouble_is_told_in_three_entries(tmp_path):
+    run = write(
+        tmp_path / "quick_start",
+        [
+            start("10:00:00", 0, 0, 40),
+            event("program", "10:00:00", segment=0, step=0, batch_size=8, compile_seconds=1.25),
+            *steps(0, 20),
+            event("evaluation", "10:00:12", segment=0, step=20, loss=3.5, bits_per_byte=2.25),
+            saved("10:00:13", 20),
+            *steps(20, 40, seconds=1.5),
+            event("evaluation", "10:00:45", segment=0, step=40, loss=2.5, bits_per_byte=1.75),
+            saved("10:00:46", 40),
+            stop("10:00:47", 40),
+        ],
+    )
+    assert (
+        chronicle.render(run)
+        == """\
+# Logbook of quick_start
+
+## 2026-03-01 10:00:00 UTC: started at step 0, segment 0
+
+- Steps planned: 40.
+- Parameters: 12,345.
+- Environment: `jax` `0.10.2`.
+
+## from 2026-03-01 10:00:00 UTC: steps 0 to 39, segment 0
+
+- Made 40 steps in 40.0 s; loss 5 to 1.1.
+- Compiled 1 program in 1.2 s.
+- Held-out loss 3.5 (2.25 bits per byte) at step 20, 2.5 (1.75 bits per byte) at step 40.
+- Saved 2 checkpoints, the last at step 40.
+
+## 2026-03-01 10:00:47 UTC: finished, 40 steps made
+
+- The state is saved; its digest is `ab12`.
+
+## Summary
+
+| in all | |
+| --- | ---: |
+| steps made | 40 |
+| attempts | 40 |
+| steps redone | 0 (0.0 s) |
+| steps left behind | 0 (0.0 s) |
+| sequences excluded | 0 |
+| time training | 40.0 s |
+| time compiling | 1.2 s |
+| segments | 1 |
+| starts | 1 |
+| ends without a stop | 0 |
+| skipped updates | 0 |
+| losses not finite | 0 |
+| differences | 0 |
+| torn lines | 0 |
+"""
+    )
+
+
+def crashed(run: pathlib.Path) -> list[list[dict[str, Any]]]:
+    """Dies after step 11 with step 8 saved; goes on four hours later, and finishes."""
+    return [
+        [
+            start("10:00:00", 0, 0, 16),
+            *steps(0, 8),
+            saved("10:00:04", 8),
+            *steps(8, 10, seconds=2.0),
+            *steps(10, 12, seconds=3.0),
+        ],
+        [
+            start(
+                "14:00:14",
+                0,
+                8,
+                16,
+                recorded_steps=12,
+                torn_lines=["0000.jsonl:15"],
+                leftovers=["12.half"],
+                settings_changed={"log.every": [5, 10]},
+                environment_changed={"jax": ["0.10.2", "0.12.0"]},
+            ),
+            *steps(8, 12, attempt=2),
+            *steps(12, 16),
+            saved("14:00:18", 16),
+            stop("14:00:19", 16),
+        ],
+    ]
+
+
+def test_a_crash_costs_the_steps_after_the_state_from_which_the_run_went_on(tmp_path):
+    run = write(tmp_path / "run", *crashed(tmp_path), torn='{"event":"step","segm')
+    text = chronicle.render(run)
+    # 2 x 2 s and 2 x 3 s are lost. 14:00:14 is 4 h and 10 s after the last checkpoint, of
+    # which those 10 s were training.
+    assert (
+        """
+## after 2026-03-01 10:00:04 UTC: ended without a stop, segment 0
+
+- The process died.
+- Recorded up to step 11; saved was the state of step 8.
+- `logbook/0000.jsonl:15` is torn: a process died while writing it. It was left out.
+- The run went on from step 8. What that cost: 4 recorded steps (8 to 11), 10.0 s of training.
+- It stood still for at most 4 h 0 min.
+
+## 2026-03-01 14:00:14 UTC: went on at step 8, segment 0
+
+- Steps planned: 16.
+- `log.every` was `5`, is `10`.
+- Environment: `jax` was `0.10.2`, is `0.12.0`.
+- Executes 4 recorded steps again (8 to 11): the bits must be the same.
+- Checkpoint `12.half` was never finished.
+
+## from 2026-03-01 14:00:14 UTC: steps 8 to 15, segment 0
+
+- Made 8 steps in 4.0 s; loss 4.2 to 3.5.
+- Executed before: 4 steps.
+- Saved 1 checkpoint, the last at step 16.
+"""
+        in text
+    )
+    assert chronicle.summary(run) == {
+        "run": "run",
+        "steps_made": 16,
+        "attempts": 20,
+        "attempts_without_time": 0,
+        "steps_redone": 4,
+        "redone_seconds": 10.0,
+        "steps_left_behind": 0,
+        "left_behind_seconds": 0.0,
+        "training_seconds": 18.0,  # 8 x 0.5 + 10 + 8 x 0.5
+        "compile_seconds": 0.0,
+        "evaluations": 0,
+        "checkpoints": 2,
+        "starts": 2,
+        "stops": 1,
+        "ends_without_stop": 1,
+        "interventions": 0,
+        "promotions": 0,
+        "notes": 0,
+        "differences": 0,
+        "skipped_updates": 0,
+        "non_finite_losses": 0,
+        "sequences_excluded": 0,
+        "segments": 1,
+        "torn_lines": ["logbook/0000.jsonl:15"],
+    }
+
+
+def test_a_checkpoint_that_was_never_finished_does_not_lessen_the_cost(tmp_path):
+    first = [start("10:00:00", 0, 0, 9), *steps(0, 4), saved("10:00:01", 4), *steps(4, 8)]
+    first.append(saved("10:00:02", 8))  # begun, but the process died before its end
+    run = write(tmp_path, first, [start("10:00:09", 0, 4, 9, recorded_steps=8)])
+    assert "went on from step 4. What that cost: 4 recorded steps (4 to 7), 2.0 s" in (
+        chronicle.render(run)
+    )
+
+
+def test_two_crashes_at_the_same_place_cost_twice(tmp_path):
+    run = write(
+        tmp_path,
+        [start("10:00:00", 0, 0, 9), *steps(0, 4), saved("10:00:01", 4), *steps(4, 8)],
+        [start("11:00:00", 0, 4, 9, recorded_steps=8), *steps(4, 6, attempt=2)],
+        [start("12:00:00", 0, 4, 9, recorded_steps=8), *steps(4, 6, attempt=3)],
+    )
+    numbers = chronicle.summary(run)
+    assert (numbers["attempts"], numbers["steps_redone"], numbers["steps_made"]) == (12, 6, 6)
+    text = chronicle.render(run)
+    assert "What that cost: 4 recorded steps (4 to 7), 2.0 s" in text
+    assert "What that cost: 2 recorded steps (4 to 5), 1.0 s" in text
+
+
+def test_a_last_process_without_a_stop_may_still_be_running(tmp_path):
+    records = [start("10:00:00", 0, 0, 9), *steps(0, 4), saved("10:00:01", 4), *steps(4, 7)]
+    note = [event("note", "10:00:05", text="looks fine")]
+    text = chronicle.render(write(tmp_path, records, note))
+    assert (
+        """
+- The process died, or is still running.
+- Recorded up to step 6; saved was the state of step 4.
+- To go on from step 4 would cost: 3 recorded steps (4 to 6), 1.5 s of training.
+
+## 2026-03-01 10:00:05 UTC: note
+
+```text
+looks fine
+```
+"""
+        in text
+    )
+
+
+def test_a_stop_by_a_signal_costs_the_time_until_the_run_goes_on(tmp_path):
+    run = write(
+        tmp_path,
+        [start("10:00:00", 0, 0, 9), *steps(0, 4), stop("10:00:10", 4, signal="SIGTERM")],
+        [start("11:30:10", 0, 4, 9, recorded_steps=4), *steps(4, 9), stop("11:31:00", 9)],
+    )
+    text = chronicle.render(run)
+    assert "UTC: stopped by `SIGTERM`, 4 steps made" in text
+    assert "- The run had stood still for 1 h 30 min." in text
+    assert "without a stop, segment" not in text
+    assert chronicle.summary(run)["steps_redone"] == 0
+
+
+def rolled_back() -> list[list[dict[str, Any]]]:
+    return [
+        [start("10:00:00", 0, 0, 30), *steps(0, 20), stop("10:00:10", 20)],
+        [
+            event(
+                "intervention",
+                "11:00:00",
+                segment=1,
+                from_step=10,
+                at=12,
+                changes={"schedule.peak": [0.01, 0.005]},
+                exclusions=[[80, 96]],
+                reason="spike at 12",
+            )
+        ],
+        [start("11:00:10", 1, 10, 30), *steps(10, 20, segment=1), stop("11:00:20", 20, 1)],
+        [
+            event(
+                "promotion",
+                "12:00:00",
+                segment=2,
+                branch="gentle",
+                from_step=14,
+                changes={},
+                exclusions=[[90, 100], [200, 201]],
+                reason="calmer",
+            ),
+            # Copies of the branch's records, which ends without a stop.
+            start("12:00:00", 2, 14, 16),
+            *steps(14, 16, segment=2, seconds=4.0),
+        ],
+        [start("12:00:30", 2, 16, 30), *steps(16, 18, segment=2), stop("12:00:40", 18, 2)],
+    ]
+
+
+def test_a_rollback_leaves_steps_behind_and_opens_a_segment(tmp_path):
+    run = write(tmp_path, *rolled_back())
+    text = chronicle.render(run)
+    assert (
+        """
+## 2026-03-01 11:00:00 UTC: intervention; segment 1 begins at step 10
+
+- In force from step 12 on.
+- `schedule.peak` was `0.01`, is `0.005`.
+- Excluded: 16 sequences, positions 80:96.
+- Reason: spike at 12
+- Left behind: 10 recorded steps (10 to 19), 5.0 s of training.
+
+## 2026-03-01 11:00:10 UTC: went on at step 10, segment 1
+"""
+        in text
+    )
+    assert (
+        """
+## 2026-03-01 12:00:00 UTC: branch `gentle` promoted; segment 2 begins at step 14
+
+- Excluded: 10 sequences, positions 90:100.
+- Excluded: 1 sequence, positions 200:201.
+- Reason: calmer
+- Left behind: 6 recorded steps (14 to 19), 3.0 s of training.
+
+## 2026-03-01 12:00:00 UTC: the branch's records from step 14 on, now segment 2
+
+- Steps planned: 16.
+
+## from 2026-03-01 12:00:00 UTC: steps 14 to 15, segment 2
+"""
+        in text
+    )
+    numbers = chronicle.summary(run)
+    wanted = {
+        "steps_made": 18,
+        "attempts": 20 + 10 + 2 + 2,
+        "steps_left_behind": 10 + 6,
+        "left_behind_seconds": 8.0,
+        "steps_redone": 0,
+        "sequences_excluded": 21,  # 80 to 99, and 200
+        "segments": 3,
+        "starts": 3,  # the branch's own is not the run's
+        "ends_without_stop": 0,
+        "interventions": 1,
+        "promotions": 1,
+    }
+    assert {key: numbers[key] for key in wanted} == wanted
+
+
+def test_after_a_crash_a_rollback_is_told_as_the_way_on(tmp_path):
+    dead, intervention, *_ = rolled_back()
+    text = chronicle.render(write(tmp_path, dead[:-1], intervention))
+    assert "- The process died.\n" in text
+    assert "- The run did not go on from there: segment 1 begins at step 10." in text
+    assert "went on from step" not in text
+
+
+def test_losses_that_are_not_finite_and_skipped_updates_name_their_steps(tmp_path):
+    records = steps(0, 60)
+    for step in (0, 7, 8, 9, 59):
+        records[step]["computed"]["loss"] = {0: "inf", 59: "-inf"}.get(step, "nan")
+    for step in range(1, 40, 2):  # 20 places, of which 12 are shown
+        records[step]["computed"]["applied"] = False
+    records[30]["computed"]["loss"] = 11.0
+    run = write(tmp_path, [start("10:00:00", 0, 0, 60), *records, stop("10:01:00", 60)])
+    text = chronicle.render(run)
+    assert "- Made 60 steps in 30.0 s; loss 4.9 to -0.8." in text  # of steps 1 and 58
+    assert "- The highest loss was 11, at step 30." in text
+    assert "- The loss was not finite at 5 steps: 0, 7 to 9, 59." in text
+    assert (
+        "- The update was skipped at 20 steps: 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23 "
+        "and 8 more." in text
+    )
+    numbers = chronicle.summary(run)
+    assert (numbers["non_finite_losses"], numbers["skipped_updates"]) == (5, 20)
+
+
+def test_many_evaluations_are_told_by_the_first_the_last_and_the_lowest(tmp_path):
+    losses = [4.0, "nan", 2.0, 3.0]
+    found = [
+        event("evaluation", "10:00:01", segment=0, step=10 * i, loss=loss, bits_per_byte=1.5)
+        for i, loss in enumerate(losses)
+    ]
+    text = chronicle.render(write(tmp_path, [start("10:00:00", 0, 0, 60), *found]))
+    assert (
+        "- Held-out loss 4 (1.5 bits per byte) at step 0, 3 (1.5 bits per byte) at step 30; "
+        "the lowest of 4 was 2 (1.5 bits per byte) at step 20." in text
+    )
+
+
+def test_a_difference_is_told_with_both_bits_and_ends_the_process(tmp_path):
+    first, second = crashed(tmp_path)
+    different = event(
+        "difference",
+        "14:00:16",
+        **{"segment": 0, "step": 9, "field": "loss", "first": "aa", "again": "bb", "attempt": 2},
+    )
+    text = chronicle.render(write(tmp_path, first, [*second[:5], different]))
+    assert (
+        """
+## 2026-03-01 14:00:16 UTC: step 9 of segment 0 computed other bits
+
+- `loss` had the bits `aa` at first, and `bb` in attempt 2.
+- Machine, environment or checkpoint is not what it was. Nothing was saved since.
+
+## after 2026-03-01 14:00:16 UTC: ended because of the difference, segment 0
+"""
+        in text
+    )
+    assert "still running" not in text
+
+
+def test_an_unknown_event_is_told_with_all_its_fields(tmp_path):
+    strange = event("incident", "10:00:00", segment=0, step=3, kind="spike", rows=[{"a|b": None}])
+    damaged = event("checkpoint", "10:00:01", segment=0, step="four")
+    untimed = {"event": "odd", "time": "yesterday", "text": "a`b"}
+    text = chronicle.render(write(tmp_path, [strange, damaged, untimed]))
+    assert (
+        """
+## 2026-03-01 10:00:00 UTC: event `incident`
+
+- `segment`: `0`
+- `step`: `3`
+- `kind`: `"spike"`
+- `rows`: `[{"a|b": null}]`
+
+## 2026-03-01 10:00:01 UTC: event `checkpoint`
+
+- `segment`: `0`
+- `step`: `"four"`
+
+## unknown time: event `odd`
+
+- `time`: `"yesterday"`
+- `text`: ``"a`b"``
+"""
+        in text
+    )
+
+
+def test_a_note_cannot_break_the_structure(tmp_path):
+    run = write(tmp_path / "a_*b*_#", [start("10:00:00", 0, 0, 1), stop("10:00:01", 0)])
+    chronicle.note(run, "| a | b |\n# not a title\n```\n- x\r\n\x1b[31mred\u2028# no title\n````")
+    text = chronicle.render(run)
+    assert text.startswith("# Logbook of a\\_\\*b\\*\\_\\#\n")
+    assert (
+        """
+`````text
+| a | b |
+# not a title
+```
+- x
+\ufffd[31mred
+# no title
+````
+`````
+
+## Summary
+"""
+        in text
+    )
+
+
+def test_a_reason_stays_in_its_line_and_is_no_markdown(tmp_path):
+    intervention = event("intervention", "10:00:00", segment=1, from_step=0, changes={})
+    intervention["reason"] = "a|b\n\n# c `d` <i> **e** snake_case &lt; R&D [f](g)"
+    text = chronicle.render(write(tmp_path, [intervention]))
+    wanted = r"- Reason: a\|b # c \`d\` \<i> \*\*e\*\* snake_case \&lt; R&D \[f\](g)"
+    assert f"\n{wanted}\n" in text
+
+
+def test_a_note_is_a_part_of_its_own_and_touches_no_other(tmp_path):
+    run = write(tmp_path, [start("10:00:00", 0, 0, 1)])
+    before = (run / "logbook" / "0000.jsonl").read_bytes()
+    chronicle.note(run, "loss rises\nwatch it")
+    assert (run / "logbook" / "0000.jsonl").read_bytes() == before
+    (line,) = (run / "logbook" / "0001.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert abs(time.time() - datetime.datetime.fromisoformat(record.pop("time")).timestamp()) < 60
+    assert record == {"event": "note", "text": "loss rises\nwatch it"}
+    assert "```text\nloss rises\nwatch it\n```" in chronicle.render(run)
+
+
+@pytest.mark.parametrize("text", ["", " \n\t"])
+def test_an_empty_note_is_refused_and_writes_nothing(tmp_path, text):
+    run = write(tmp_path, [start("10:00:00", 0, 0, 1)])
+    with pytest.raises(WrongInput, match="note is empty"):
+        chronicle.note(run, text)
+    assert os.listdir(run / "logbook") == ["0000.jsonl"]
+
+
+def test_a_folder_that_is_no_run_is_refused_and_stays_as_it_was(tmp_path):
+    for refused in (
+        lambda: chronicle.note(tmp_path, "hello"),
+        lambda: chronicle.render(tmp_path),
+        lambda: chronicle.summary(tmp_path / "nowhere"),
+    ):
+        with pytest.raises(WrongInput, match=r"not a run's folder: it has no config\.yaml"):
+            refused()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+    run = write(tmp_path, [], torn='{"event":"no\n{"event":"note","text":"x"}\n')
+    with pytest.raises(CannotDo, match=r"0000\.jsonl, line 1"):
+        chronicle.render(run)
+
+
+def test_a_hundred_thousand_steps_are_told_in_seconds(tmp_path):
+    run = tmp_path
+    write(run, [start("10:00:00", 0, 0, 100_000)])
+    with (run / "logbook" / "0001.jsonl").open("w") as file:
+        for step in range(0, 100_000, 10):
+            for record in steps(step, step + 10, seconds=0.5 + step / 1e6):
+                file.write(json.dumps(record) + "\n")
+    began = time.perf_counter()
+    text = chronicle.render(run)
+    assert time.perf_counter() - began < 20
+    assert "| steps made | 100,000 |" in text
+    assert len(text) < 2000
+
+
+def test_what_stays_in_memory_is_a_row_for_each_flush(tmp_path):
+    paces = [0.5 + step // 10 / 1e6 for step in range(20_000)]
+    run = write(tmp_path, [row for s, p in enumerate(paces) for row in steps(s, s + 1, seconds=p)])
+    tracemalloc.start()
+    try:
+        assert chronicle.summary(run)["steps_made"] == 20_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1e6  # 2,000 flushes; the records would be 40 times as much
+
+
+WHOLE = st.integers(-3, 12) | st.integers()
+ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | WHOLE
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["nan", "inf", "-inf", "", "`", "2026-03-01T10:00:00+00:00", "0001-01-01"])
+    | st.text(st.characters(), max_size=12),  # halves of surrogate pairs too
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = [
+    "steps", "parameters", "settings_changed", "environment_changed", "recorded_steps",
+    "torn_lines", "leftovers", "environment", "measured", "compile_seconds",
+    "loss", "bits_per_byte", "state_digest", "signal", "field",
+    "first", "again", "attempt", "at", "changes",
+    "exclusions", "branch", "reason", "text", "time",
+]  # fmt: skip
+EVENTS = [*chronicle._PLACE, "incident", "step"]
+
+
+@st.composite
+def records(draw: st.DrawFn) -> dict[str, Any]:
+    name = draw(st.sampled_from(EVENTS))
+    fields = draw(st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=5))
+    record = {"event": name, **fields}
+    for key in ("segment", "step", "from_step"):
+        record[key] = draw(WHOLE)
+    if name == "step":
+        record["attempt"] = draw(WHOLE)
+        record["computed"] = draw(
+            st.fixed_dictionaries({}, optional={"loss": ODD, "applied": ODD, "rate": ODD})
+        )
+        record["bits"] = {}
+        record["measured"] = draw(ODD | st.fixed_dictionaries({"step_seconds": ODD}))
+    elif draw(st.integers(0, 9)) == 0:
+        record[draw(st.sampled_from(["segment", "step", "from_step"]))] = draw(ODD)
+    return record
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(st.lists(st.lists(records(), max_size=8), max_size=4))
+def test_any_sequence_of_events_is_told_and_every_attempt_is_accounted_for(parts):
+    with tempfile.TemporaryDirectory() as folder:
+        run = write(pathlib.Path(folder) / "run", *parts)
+        text = chronicle.render(run)
+        numbers = chronicle.summary(run)
+    text.encode()  # could be printed
+    json.dumps(numbers, allow_nan=False)
+    told = [record for part in parts for record in part]
+    assert numbers["attempts"] == sum(record["event"] == "step" for record in told)
+    assert numbers["attempts"] == (
+        numbers["steps_made"] + numbers["steps_redone"] + numbers["steps_left_behind"]
+    )
+    # Outside the notes, every line has a form of ours; the table has two columns.
+    outside = re.sub(r"(?ms)^(`{3,})text\n.*?^\1$", "", text)
+    for line in outside.splitlines():
+        assert line == "" or line.startswith(("# ", "## ", "- ", "| "))
+        assert not line.startswith("| ") or line.count("|") == 3
+    num_entries = sum(
+        record["event"] not in ("step", "program", "evaluation", "checkpoint") for record in told
+    )
+    assert outside.count("\n## ") - 1 >= num_entries
+    assert logbook.plain(numbers) == numbers
