@@ -47,6 +47,7 @@ class Course:
             self.base.data.ramp,
             num_steps=last,
             exclusions=self.segment.exclusions,
+            rows=self.program_at(start).rows_here,
         )
         reading = self.base.data
         with contextlib.closing(

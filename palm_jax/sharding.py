@@ -100,6 +100,17 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, DATA_PARALLEL))
 
 
+def local_slots(mesh: jax.sharding.Mesh) -> list[int]:
+    """Which devices of a pass (data index x fsdp size + fsdp index) this process has."""
+    by_slot = mesh.devices.reshape(-1, mesh.devices.shape[-1])
+    here = jax.process_index()
+    return [
+        slot
+        for slot, devices in enumerate(by_slot)
+        if any(device.process_index == here for device in devices)
+    ]
+
+
 # --- sums ---------------------------------------------------------------------------------
 
 

@@ -11,6 +11,14 @@ import re
 import sys
 
 from palm_jax import config
+from palm_jax.errors import WrongInput
+
+# Set for each process of a run that has several (on TPU VMs nothing needs to be set).
+COORDINATOR, NUM_PROCESSES, PROCESS = (
+    "JAX_COORDINATOR_ADDRESS",  # host:port of process 0
+    "PALM_JAX_NUM_PROCESSES",
+    "PALM_JAX_PROCESS_ID",
+)
 
 
 def start(settings: config.Config) -> None:
@@ -26,17 +34,39 @@ def start(settings: config.Config) -> None:
         flags = re.sub(
             r"--xla_force_host_platform_device_count=\S+", "", os.environ.get("XLA_FLAGS", "")
         )
-        count = f"--xla_force_host_platform_device_count={settings.mesh.emulated_devices}"
+        num_processes = int(os.environ.get(NUM_PROCESSES, "1"))
+        here = settings.mesh.emulated_devices // num_processes
+        count = f"--xla_force_host_platform_device_count={here}"
         os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
     # Warnings of XLA's loader about processor features it does not use.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
     import jax
 
+    if NUM_PROCESSES in os.environ:
+        _join()
     # The size of the pool is not part of XLA's own key, so it is part of the folder.
     folder = cache_folder() / f"compiled-for-{settings.numerics.threads}-threads"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _join() -> None:
+    """Meet the other processes.
+
+    Raises:
+      WrongInput: a variable is missing or no number.
+    """
+    import jax
+
+    try:
+        address = os.environ[COORDINATOR]
+        count, index = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS])
+    except (KeyError, ValueError) as error:
+        raise WrongInput(
+            f"{NUM_PROCESSES} is set, so {COORDINATOR}=host:port and {PROCESS}=0.. must be: {error}"
+        ) from None
+    jax.distributed.initialize(address, num_processes=count, process_id=index)
 
 
 def cache_folder() -> pathlib.Path:

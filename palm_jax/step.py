@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from palm_jax import config, loss, model, optimizer, precision, schedules, sharding
+from palm_jax import config, data, loss, model, optimizer, precision, schedules, sharding
 
 Vitals = dict[str, jax.Array]
 
@@ -222,19 +222,22 @@ class Program:
             )
         return self.compiled[num_sequences].call(state, batch, controls)
 
-    def put(self, tokens: np.ndarray) -> jax.Array:
-        """Rows [batch, L+1] in batch order as [passes, devices, microbatch, L+1] on the mesh."""
-        return self._put(tokens.reshape(self._passes(len(tokens)) + tokens.shape[1:]))
+    def rows_here(self, num_sequences: int) -> np.ndarray:
+        """Which rows of a batch this process's devices hold, in the order that `put` takes."""
+        mesh, size = self.settings.mesh, self.settings.numerics.microbatch
+        slots = sharding.local_slots(self.mesh)
+        return data.rows_of(num_sequences, size, mesh.data_parallel, slots)
 
-    def put_weights(self, weights: np.ndarray) -> jax.Array:
-        return self._put(weights.reshape(self._passes(len(weights))))
-
-    def _passes(self, num_rows: int) -> tuple[int, int, int]:
+    def put(self, rows: np.ndarray) -> jax.Array:
+        """This process's rows [rows, ...] as [passes, devices, microbatch, ...] on the mesh."""
         width, size = self.settings.mesh.data_parallel, self.settings.numerics.microbatch
-        return (num_rows // (width * size), width, size)
-
-    def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, sharding.batch_sharding(self.mesh))
+        num_slots, rest = len(sharding.local_slots(self.mesh)), rows.shape[1:]
+        passes = len(rows) // (num_slots * size)
+        return jax.make_array_from_process_local_data(
+            sharding.batch_sharding(self.mesh),
+            rows.reshape(passes, num_slots, size, *rest),
+            (passes, width, size, *rest),
+        )
 
 
 def _digest_of_text(text: str) -> str:
@@ -286,7 +289,10 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
     def losses(params: model.Params, tokens: jax.Array, weights: jax.Array) -> loss.LossSums:
         def one_pass(rows: tuple[jax.Array, jax.Array]) -> loss.LossSums:
             sums = microbatch_losses(params, rows[0][0], rows[1][0], settings, end_of_document)
-            return jax.tree.map(lambda x: x[None], sums)
+            # Whole on every device, so that every process can read it.
+            return jax.tree.map(
+                lambda x: jax.lax.all_gather(x, sharding.DATA_PARALLEL, axis=0), sums
+            )
 
         return jax.lax.map(one_pass, (tokens, weights))
 
@@ -299,7 +305,7 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
             step, donate_argnums=0, out_shardings=(shards, None), compiler_options=options
         ),
         losses=jax.jit(
-            on_mesh(losses, in_specs=(manual.params, batch, batch), out_specs=batch),
+            on_mesh(losses, in_specs=(manual.params, batch, batch), out_specs=PartitionSpec()),
             compiler_options=options,
         ),
     )

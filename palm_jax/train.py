@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorboardX
 
-from palm_jax import config, sharding
+from palm_jax import config, processes, sharding
 from palm_jax.corpus.manifest import Manifest
 from palm_jax.corpus.reader import Corpus
 from palm_jax.course import Course
@@ -86,8 +86,7 @@ def train(
         corpus = stack.enter_context(Corpus.open(settings.data.corpus))
         check_corpus(settings, corpus.manifest)
         mesh = sharding.make_mesh(settings.mesh)
-        run_folder, changes = folder.open_run(run, settings, corpus.manifest)
-        stack.enter_context(folder.held(run_folder))
+        run_folder, changes = _open_together(stack, run, settings, corpus.manifest)
         segment = segments.read(run_folder.segment(run_folder.last_segment()))
         course = Course(settings, segment, corpus, mesh)
         history = logbook.History.read(run_folder.path)
@@ -117,7 +116,10 @@ def train(
         state, digest = _state_at(start, run_folder, course, saved)
         _check_data(run_folder, course, start)
 
-        book = stack.enter_context(logbook.Logbook.open(run_folder.path))
+        processes.wait_for_all("palm_jax: everything is read")
+        book = stack.enter_context(
+            logbook.Logbook.open(run_folder.path) if processes.is_first() else logbook.Unwritten()
+        )
         num_parameters = flops.num_parameters(settings.model)
         beginning = {
             "segment": segment.segment,
@@ -150,7 +152,7 @@ def train(
                 recorder.leave_out(programs.note(step, program))
                 recorder.add(step, batch, vitals)
                 done = step + 1
-                stopped_by = stop_requested()
+                stopped_by = processes.agreed(stop_requested())
                 at_end = done == settings.steps or stopped_by is not None
                 to_save = keep and (at_end or due(done, settings.checkpoint.every))
                 if to_save or at_end or due(done, settings.log.every):
@@ -192,6 +194,20 @@ def train(
         return outcome
 
 
+def _open_together(
+    stack: contextlib.ExitStack,
+    run: str | pathlib.Path,
+    settings: config.Config,
+    manifest: Manifest,
+) -> tuple[folder.RunFolder, dict[str, Any]]:
+    """`folder.open_run`, in the first process before the others; the first one holds it."""
+    if processes.is_first():
+        opened = folder.open_run(run, settings, manifest)
+        stack.enter_context(folder.held(opened[0]))
+    processes.wait_for_all("palm_jax: the run's folder is there")
+    return opened if processes.is_first() else folder.open_run(run, settings, manifest)
+
+
 def _state_at(
     start: int, run: folder.RunFolder, course: Course, saved: Checkpoints
 ) -> tuple[TrainState, str]:
@@ -213,10 +229,11 @@ def _check_data(run: folder.RunFolder, course: Course, start: int) -> None:
     recorded = _last_step(run, segment.segment, step)["batch_digest"]
     with course.batches(step, start) as batches:
         (_, batch), *_ = list(batches)
-    if batch.digest != recorded:
+    (digest,) = processes.whole_digests([batch.digest])
+    if digest != recorded:
         raise CannotDo(
             f"step {step} of {run.path} read a batch of digest {recorded}, and would now read "
-            f"{batch.digest}: the code that reads data has changed. Continue with the version "
+            f"{digest}: the code that reads data has changed. Continue with the version "
             "that the run was made with"
         )
 
@@ -248,7 +265,7 @@ def _environment_changes(
 def _summaries(
     stack: contextlib.ExitStack, path: pathlib.Path, start: int, settings: config.Log
 ) -> tensorboardX.SummaryWriter | None:
-    if not settings.tensorboard:
+    if not settings.tensorboard or not processes.is_first():
         return None
     writer = tensorboardX.SummaryWriter(str(path), purge_step=start)
     stack.callback(writer.close)

@@ -216,6 +216,13 @@ def test_quickstart_prepares_trains_and_says_what_is_next(sandbox):
     assert "runs/quickstart --step" in output
 
 
+def test_quickstart_ends_by_replaying_its_own_steps(sandbox):
+    code, output, lines = sandbox.run("scripts/quickstart")
+    assert code == 0
+    assert lines[-1] == "replay runs/quickstart --steps 200:220"
+    assert "Done" in output
+
+
 def test_quickstart_stops_where_a_command_fails(sandbox):
     sandbox.failing.write_text("data prepare")
     code, output, lines = sandbox.run("scripts/quickstart")

@@ -42,4 +42,4 @@ def logbook(
     if as_json:
         print_json({"run": str(run), **chronicle.summary(run)})
     else:
-        print(chronicle.render(run))
+        print(chronicle.render(run), end="")

@@ -146,6 +146,22 @@ class Logbook:
         self.close()
 
 
+class Unwritten(Logbook):
+    """Takes records and writes none: for the processes that are not the first of a run."""
+
+    def __init__(self) -> None:
+        self._lines = []
+
+    def append(self, event: str, **fields: Any) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def plain(value: Any) -> Any:
     """`value` as JSON can hold it: nested lists and dicts of str, int, float, bool and None.
 

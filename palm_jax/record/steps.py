@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import tensorboardX
 
-from palm_jax import config, data
+from palm_jax import config, data, processes
 from palm_jax.errors import CannotDo
 from palm_jax.plan import flops
 from palm_jax.record import logbook
@@ -19,20 +19,21 @@ Tell = collections.abc.Callable[[str, dict[str, Any]], None]  # (event, fields)
 
 
 def computed_fields(
-    settings: config.Config, batch: data.StepBatch, vitals: dict[str, Any]
+    settings: config.Config, batch: data.StepBatch, digest: str, vitals: dict[str, Any]
 ) -> dict[str, Any]:
     """A step's computed fields, which a replay must reproduce: vitals, and what was read.
 
     Args:
+      digest: of the whole batch; `batch` may hold the rows of this process alone.
       vitals: on the host.
     """
     sequences = data.sequences_before(settings.data.ramp, batch.step + 1)
     return {
         **vitals,
         "tokens": sequences * settings.model.sequence_length,
-        "batch_size": len(batch.tokens),
+        "batch_size": data.batch_size(settings.data.ramp, batch.step),
         "first_position": batch.first_position,
-        "batch_digest": batch.digest,
+        "batch_digest": digest,
     }
 
 
@@ -83,8 +84,9 @@ class StepRecorder:
         vitals = jax.device_get([v for _, _, v in pending])
         measured = self._measured(pending)
         different = None
-        for (step, batch, _), computed in zip(pending, vitals, strict=True):
-            self.last = computed_fields(self.settings, batch, computed)
+        digests = processes.whole_digests([batch.digest for _, batch, _ in pending])
+        for (step, batch, _), digest, computed in zip(pending, digests, vitals, strict=True):
+            self.last = computed_fields(self.settings, batch, digest, computed)
             first = self.history.first_attempt(self.segment, step)
             attempt = self.history.next_attempt(self.segment, step)
             self.book.step(
@@ -121,7 +123,9 @@ class StepRecorder:
     def _measured(self, pending: list[tuple[int, data.StepBatch, Any]]) -> dict[str, Any]:
         """Means over the steps since the last flush. All of a step's targets count."""
         model, seconds = self.settings.model, time.perf_counter() - self._since
-        num_tokens = sum(len(batch.tokens) for _, batch, _ in pending) * model.sequence_length
+        ramp = self.settings.data.ramp
+        num_sequences = sum(data.batch_size(ramp, batch.step) for _, batch, _ in pending)
+        num_tokens = num_sequences * model.sequence_length
         rate = num_tokens / seconds
         mesh = self.settings.mesh
         num_devices = mesh.data_parallel * mesh.tensor

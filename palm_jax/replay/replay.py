@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from palm_jax import config, data, sharding
+from palm_jax import config, data, processes, sharding
 from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import digests, environment, logbook, segments
@@ -156,8 +156,9 @@ def replay(
     def compare() -> None:
         nonlocal first
         vitals = jax.device_get([v for _, _, v in pending])
-        for (step, batch, _), computed in zip(pending, vitals, strict=True):
-            again = logbook.exact_bits(computed_fields(settings, batch, computed))
+        whole = processes.whole_digests([batch.digest for _, batch, _ in pending])
+        for (step, batch, _), digest, computed in zip(pending, whole, vitals, strict=True):
+            again = logbook.exact_bits(computed_fields(settings, batch, digest, computed))
             before = history.bits[step]
             differing = tuple(
                 name

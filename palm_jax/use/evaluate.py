@@ -34,13 +34,15 @@ def evaluate(
     num_sequences = corpus.num_sequences(split)
     nats: list[float] = []
     targets = 0
+    rows = program.rows_here(size)
     for first in range(0, num_sequences, size):
-        ids = np.arange(first, min(first + size, num_sequences))
-        tokens = np.zeros((size, corpus.sequence_length + 1), np.int32)
-        tokens[: len(ids)] = corpus.read(split, ids)
-        counted = np.arange(size) < len(ids)
-        sums = program.losses(params, program.put(tokens), program.put_weights(counted))
-        nats += np.asarray(sums.cross_entropy, np.float64).reshape(-1)[counted].tolist()
+        ids = first + rows
+        counted = ids < num_sequences
+        tokens = np.zeros((len(rows), corpus.sequence_length + 1), np.int32)
+        tokens[counted] = corpus.read(split, ids[counted])
+        sums = program.losses(params, program.put(tokens), program.put(counted))
+        here = np.arange(first, first + size) < num_sequences
+        nats += np.asarray(sums.cross_entropy, np.float64).reshape(-1)[here].tolist()
         targets += int(np.sum(sums.targets))
     total = math.fsum(nats)
     loss = total / targets
