@@ -1,14 +1,19 @@
 """Optimizers as optax transformations (PaLM, section 5).
 
-optax where it equals the paper; our own part only where it does not: the RMS of a matrix is
-taken per layer of a stacked leaf and across the slices of all devices, which needs sums that
-the caller supplies, and the rate is a number the caller computes once, uses and records.
+The parts are our own where optax's would not do, and each equals its optax counterpart to a
+rounding (tests/test_optimizer.py):
+
+- The RMS of a matrix is taken per layer of a stacked leaf and across the slices of all devices,
+  which needs sums that the caller supplies.
+- The rate is a number the caller computes once, uses and records.
+- Bits must not depend on the size of a slice, so every product that is added to something is
+  `rounded` first.
 """
 
 from __future__ import annotations
 
 import collections.abc
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +21,7 @@ import numpy as np
 import optax
 
 from palm_jax import config, schedules
+from palm_jax.rounding import rounded
 
 # Tree -> for each leaf the mean square of each matrix in it, shaped to broadcast with it.
 MeanSquares = collections.abc.Callable[[Any], Any]
@@ -69,11 +75,80 @@ def scale_by_rate() -> optax.GradientTransformationExtraArgs:
 def decay_by_rate_power(exponent: float) -> optax.GradientTransformationExtraArgs:
     """Add rate^exponent x parameter: PaLM's decay, neither scaled nor kept in momentum."""
 
-    def update(updates: Any, params: Any, *, rate: jax.Array, **_: Any) -> Any:
+    def update(
+        updates: Any, params: Any, *, rate: jax.Array, zero: jax.Array | int = 0, **_: Any
+    ) -> Any:
         decay = rate**exponent
-        return jax.tree.map(lambda u, p: u + decay * p, updates, params)
+        return jax.tree.map(lambda u, p: u + rounded(decay * p, zero), updates, params)
 
     return _stateless(update)
+
+
+def add_decayed_weights(decay: float) -> optax.GradientTransformationExtraArgs:
+    """Add decay x parameter (optax.add_decayed_weights)."""
+
+    def update(updates: Any, params: Any, *, zero: jax.Array | int = 0, **_: Any) -> Any:
+        return jax.tree.map(lambda u, p: u + rounded(decay * p, zero), updates, params)
+
+    return _stateless(update)
+
+
+def _average(old: jax.Array, new: jax.Array, beta: Any, zero: Any) -> jax.Array:
+    """beta x old + (1 - beta) x new."""
+    return rounded(beta * old, zero) + rounded((1 - beta) * new, zero)
+
+
+class SecondMoment(NamedTuple):
+    count: Any  # i32[]: updates so far
+    v: Any  # float32, as the parameters
+
+
+def scale_by_second_moment(
+    beta2_exponent: float, epsilon: float
+) -> optax.GradientTransformationExtraArgs:
+    """g / sqrt(v), v the average of g^2 + epsilon with beta2 = 1 - k^-exponent.
+
+    optax.scale_by_factored_rms(factored=False), without its placeholders for factors.
+    """
+
+    def init(params: Any) -> SecondMoment:
+        return SecondMoment(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(
+        updates: Any,
+        state: SecondMoment,
+        params: Any = None,
+        zero: jax.Array | int = 0,
+        **_: Any,
+    ) -> tuple[Any, SecondMoment]:
+        beta2 = schedules.beta2(beta2_exponent)(state.count)
+        v = jax.tree.map(
+            lambda g, old: _average(old, rounded(g * g, zero) + epsilon, beta2, zero),
+            updates,
+            state.v,
+        )
+        scaled = jax.tree.map(lambda g, new: g * jax.lax.rsqrt(new), updates, v)
+        return scaled, SecondMoment(state.count + 1, v)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Momentum(NamedTuple):
+    ema: Any  # float32, as the parameters
+
+
+def momentum(beta1: float) -> optax.GradientTransformationExtraArgs:
+    """The average of the updates, not debiased (optax.ema)."""
+
+    def update(
+        updates: Any, state: Momentum, params: Any = None, zero: jax.Array | int = 0, **_: Any
+    ) -> tuple[Any, Momentum]:
+        ema = jax.tree.map(lambda u, old: _average(old, u, beta1, zero), updates, state.ema)
+        return ema, Momentum(ema)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: Momentum(jax.tree.map(jnp.zeros_like, params)), update
+    )
 
 
 def scale_by_adam(
@@ -85,23 +160,24 @@ def scale_by_adam(
     some device counts and not for others.
     """
 
-    def update_fn(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+    def update(
+        updates: Any, state: Any, params: Any = None, zero: jax.Array | int = 0, **_: Any
+    ) -> Any:
         count = state.count + 1
         first = 1.0 / (1.0 - beta1 ** count.astype(jnp.float32))
         second = 1.0 / (1.0 - beta2 ** count.astype(jnp.float32))
-        mu = jax.tree.map(lambda g, m: beta1 * m + (1 - beta1) * g, updates, state.mu)
-        nu = jax.tree.map(lambda g, v: beta2 * v + (1 - beta2) * (g * g), updates, state.nu)
+        mu = jax.tree.map(lambda g, m: _average(m, g, beta1, zero), updates, state.mu)
+        nu = jax.tree.map(lambda g, v: _average(v, g * g, beta2, zero), updates, state.nu)
         updates = jax.tree.map(lambda m, v: (m * first) / (jnp.sqrt(v * second) + epsilon), mu, nu)
         return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
-    init = optax.scale_by_adam().init
-    return optax.GradientTransformationExtraArgs(init, update_fn)
+    return optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, update)
 
 
 def build(
     settings: config.Adafactor | config.AdamW, mean_squares: MeanSquares
 ) -> optax.GradientTransformationExtraArgs:
-    """The whole rule: `update(gradients, state, params, gradient_norm=, rate=)`.
+    """The whole rule: `update(gradients, state, params, gradient_norm=, rate=, zero=)`.
 
     The form of its state depends on `settings.name` alone: parts that are switched off stand
     in it, empty, so that they can be switched on in the middle of a run.
@@ -120,7 +196,7 @@ def build(
         return optax.named_chain(
             clip,
             ("moments", scale_by_adam(settings.beta1, settings.beta2, settings.epsilon)),
-            ("weight_decay", optax.add_decayed_weights(settings.weight_decay)),
+            ("weight_decay", add_decayed_weights(settings.weight_decay)),
             ("rate", scale_by_rate()),
             minus,
         )
@@ -129,12 +205,7 @@ def build(
         clip,
         (
             "second_moment",
-            optax.scale_by_factored_rms(
-                factored=False,
-                decay_rate=settings.beta2_exponent,
-                decay_rate_fn=lambda count, exponent: schedules.beta2(exponent)(count),
-                epsilon=settings.epsilon_square,
-            ),
+            scale_by_second_moment(settings.beta2_exponent, settings.epsilon_square),
         ),
         (
             "update_clip",
@@ -142,7 +213,7 @@ def build(
         ),
         ("rate", scale_by_rate()),
         ("parameter_scale", scale_by_matrix_rms(settings.epsilon_scale, mean_squares)),
-        ("momentum", optax.ema(settings.beta1, debias=False)),
+        ("momentum", momentum(settings.beta1)),
         ("weight_decay", unless_off(settings.weight_decay_exponent, decay_by_rate_power)),
         minus,
     )

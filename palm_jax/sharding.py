@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from palm_jax import config
 from palm_jax.errors import CannotDo
+from palm_jax.rounding import rounded
 
 DATA_PARALLEL = ("data", "fsdp")  # device i of a pass = data index x fsdp size + fsdp index
 
@@ -66,8 +67,7 @@ def make_mesh(settings: config.Mesh) -> jax.sharding.Mesh:
 def logical_axes(path: jax.tree_util.KeyPath, num_dims: int) -> str:
     """Axis letters of a leaf of the train state, from the names on its path.
 
-    Moments carry the path of their parameter. Counters, and optax's one-element
-    placeholders, have no axes: "".
+    Moments carry the path of their parameter. Counters have no axes: "".
     """
     names = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     if not names:
@@ -194,8 +194,7 @@ def streamed_sum(one_pass: collections.abc.Callable[[Any], Any], passes: Any, la
         shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
 
         def add(total: Any, this: Any) -> tuple[Any, None]:
-            # The barrier keeps the last product of `part` out of a fused multiply-add,
-            # which would round once where a separate addition rounds twice.
+            # Without the barrier a part of one pass is simplified into its surroundings.
             term = jax.lax.optimization_barrier(part(this))
             return jax.tree.map(jnp.add, total, term), None
 
@@ -224,10 +223,7 @@ class MatrixReductions:
     """
 
     lanes: int
-    # 1.0, as a number the compiler cannot know. LLVM may or may not contract x * x + sum into
-    # one rounding, depending on how it vectorised the loop, which depends on the slice's size;
-    # (x * x) * one + sum has one result either way.
-    one: jax.Array
+    zero: jax.Array  # rounding.unknown_zero
 
     def sums(self, tree: Any) -> list[jax.Array]:
         """For each leaf the sum of each of its matrices: f32[N] if stacked, else f32[1]."""
@@ -279,7 +275,7 @@ class MatrixReductions:
         )
 
     def _sums_of_squares(self, tree: Any) -> list[jax.Array]:
-        return self.sums(jax.tree.map(lambda x: (x * x) * self.one, tree))
+        return self.sums(jax.tree.map(lambda x: rounded(x * x, self.zero), tree))
 
     @staticmethod
     def _matrix_size(path: jax.tree_util.KeyPath, x: jax.Array) -> int:

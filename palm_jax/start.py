@@ -66,6 +66,9 @@ def _join() -> None:
         raise WrongInput(
             f"{NUM_PROCESSES} is set, so {COORDINATOR}=host:port and {PROCESS}=0.. must be: {error}"
         ) from None
+    # Gloo prints to the process's standard output, which belongs to what was asked for.
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     jax.distributed.initialize(address, num_processes=count, process_id=index)
 
 

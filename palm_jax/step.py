@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from palm_jax import config, data, loss, model, optimizer, precision, schedules, sharding
+from palm_jax import config, data, loss, model, optimizer, precision, rounding, schedules, sharding
 
 Vitals = dict[str, jax.Array]
 
@@ -135,9 +135,8 @@ def train_step(
     A skipped update leaves parameters, optimizer state and its counts as they were; only
     the data step advances.
     """
-    reductions = sharding.MatrixReductions(
-        settings.numerics.lanes, one=jnp.where(state.step >= 0, 1.0, 2.0)
-    )
+    zero = rounding.unknown_zero(state.step)
+    reductions = sharding.MatrixReductions(settings.numerics.lanes, zero)
     rule = optimizer.build(settings.optimizer, reductions.mean_squares)
 
     gradient, sums = gradients(state.params, tokens, settings, end_of_document)
@@ -146,7 +145,7 @@ def train_step(
     gradient_norm = reductions.norm(gradient)
     rate = schedules.rate(settings.schedule)(state.schedule_step) * controls.rate_scale
     updates, optimizer_state = rule.update(
-        gradient, state.optimizer, state.params, gradient_norm=gradient_norm, rate=rate
+        gradient, state.optimizer, state.params, gradient_norm=gradient_norm, rate=rate, zero=zero
     )
     # Written so that NaN compares as "skip".
     applied = gradient_norm < controls.skip_above

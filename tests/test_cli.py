@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -519,3 +520,124 @@ def test_run_killed_again_and_again_ends_in_the_same_digest(palm_jax, trained, t
     assert len(checkpoints) <= 3  # the last two and the best
     assert str(STEPS) in checkpoints
     assert all(name.isdigit() for name in checkpoints)
+
+
+# --- history ---
+
+
+def test_replay_of_a_run_is_identical_and_of_a_tampered_copy_is_not(palm_jax, trained, copied):
+    done = palm_jax("replay", "runs/straight", "--steps", "190:195", "--json")
+    assert done.code == 0, done.err
+    said = done.json
+    assert said.keys() >= {
+        *("identical", "compared_steps", "fields", "from_checkpoint", "first_difference"),
+    }
+    assert (said["identical"], said["compared_steps"], said["from_checkpoint"]) == (True, 5, 150)
+    part = copied / "logbook" / "0000.jsonl"
+    text = part.read_text()
+    bits = steps_of(copied)[192]["bits"]["gradient_norm"]
+    part.write_text(text.replace(bits, f"{int(bits, 16) ^ 1:08x}"))
+    done = palm_jax("replay", copied, "--steps", "190:195")
+    assert done.code == 1, done.err
+    assert "first difference: step 192, gradient_norm" in done.out
+    assert "DIFFERENT: 5 steps" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("replay", "runs/straight", "--steps", "9:4"), "give A:B"),
+        (("replay", "runs/straight", "--steps", "190:999"), "no record of step 200"),
+        (("replay", "corpus", "--steps", "1:2"), "is not a run's folder"),
+        (("replay", "runs/straight", "--steps", "1:2", "seed=3"), "seed would change"),
+        (("branch", "show", "runs/straight", "x"), "has no branch 'x'"),
+        (("logbook", "corpus"), "is not a run's folder"),
+        (("bundle", "runs/straight", "--steps", "190:195", "--out", "corpus"), "exists"),
+    ],
+)
+def test_wrong_questions_about_a_run_are_refused(palm_jax, trained, arguments, said):
+    done = palm_jax(*arguments)
+    assert (done.code, done.out) == (2, ""), done.err
+    assert said in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.slow
+def test_run_is_branched_promoted_changed_and_bundled_from_the_command_line(palm_jax, copied):
+    run = copied
+    made = palm_jax(
+        *("branch", "run", run, "--from", 150, "--until", 160, "schedule.peak=0.005"),
+        *("--name", "half", "--reason", "is it the rate?", "--json"),
+    )
+    assert made.code == 0, made.err
+    assert made.json["changes"] == {"schedule.peak": 0.005}
+    assert "clocks: data of step 150" in made.err
+    listed = palm_jax("branch", "list", run, "--json").json["branches"]
+    assert [b["branch"] for b in listed] == ["half"]
+    shown = palm_jax("branch", "show", run, "half")
+    assert "schedule.peak = 0.005" in shown.out
+    assert palm_jax("replay", run / "branches/half", "--steps", "150:160").code == 0
+    promoted = palm_jax("branch", "promote", run, "half", "--reason", "it heals", "--json")
+    assert promoted.json["segment"] == 1
+    changed = palm_jax(
+        *("intervene", run, "--at", 155, "optimizer.clip_norm=0.5", "--exclude", "156:158"),
+        *("--reason", "the norm | drifts", "--json"),
+    )
+    assert changed.code == 0, changed.err
+    assert changed.json["changes"] == {"optimizer.clip_norm": [1.0, 0.5]}
+    assert changed.json["recurring"]["excluded_positions"] == 32
+    went_on = palm_jax("train", run / "config.yaml", "--run", run, "--json")
+    assert (went_on.code, went_on.json["step"]) == (0, STEPS), went_on.err
+    assert palm_jax("logbook", "note", run, "moved to the other rack").code == 0
+    told = palm_jax("logbook", run)
+    assert told.code == 0, told.err
+    for words in ("it heals", "moved to the other rack", "clip_norm"):
+        assert words in told.out
+    assert palm_jax("logbook", run, "--json").json["segments"] == 3
+    archive = run.parent / "incident.tar.gz"
+    packed = palm_jax("bundle", run, "--steps", "152:160", "--out", archive)
+    assert packed.code == 0, packed.err
+    alone = palm_jax("replay", archive, "--steps", "152:160", "data.corpus=nowhere", "--json")
+    assert (alone.code, alone.json["identical"]) == (0, True), alone.err
+    then = palm_jax("data", "show", run, "--step", 157, "--json").json
+    before = palm_jax("data", "show", run, "--step", 157, "--segment", 0, "--json").json
+    assert then["first_position"] == before["first_position"] + 32
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_processes_end_in_the_digest_of_one(palm_jax, trained):
+    command = (
+        *("train", "small.yaml", "mesh.emulated_devices=8", "mesh.data=2", "mesh.fsdp=4"),
+        *("--run", "runs/two", "--json"),
+    )
+
+    def both(*more: object) -> list[Done]:
+        port = free_port()
+        processes = [
+            palm_jax.start(
+                *command,
+                *more,
+                JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+                PALM_JAX_NUM_PROCESSES=2,
+                PALM_JAX_PROCESS_ID=index,
+            )
+            for index in range(2)
+        ]
+        return [finish(process) for process in processes]
+
+    halfway = both("steps=30")  # and then they go on
+    assert [done.code for done in halfway] == [0, 0], halfway[0].err
+    for done in both():
+        assert done.code == 0, done.err
+        assert done.json == {**trained.json, "run": "runs/two"}
+    once = steps_of(palm_jax.folder / "runs/straight")
+    twice = steps_of(palm_jax.folder / "runs/two")
+    assert [twice[s]["bits"] for s in range(STEPS)] == [once[s]["bits"] for s in range(STEPS)]
+    one = ("mesh.emulated_devices=null", "mesh.data=1", "mesh.fsdp=1")
+    assert palm_jax("replay", "runs/two", "--steps", "20:40", *one).code == 0

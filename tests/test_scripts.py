@@ -219,7 +219,7 @@ def test_quickstart_prepares_trains_and_says_what_is_next(sandbox):
 def test_quickstart_ends_by_replaying_its_own_steps(sandbox):
     code, output, lines = sandbox.run("scripts/quickstart")
     assert code == 0
-    assert lines[-1] == "replay runs/quickstart --steps 200:220"
+    assert lines[-1] == "replay runs/quickstart --steps 160:180"
     assert "Done" in output
 
 

@@ -146,14 +146,12 @@ PARAMETERS = {
 def reduced(data: int, fsdp: int):
     layout = jax.tree_util.tree_map_with_path(sharding.manual_spec, PARAMETERS)
 
-    def body(tree, one):
-        reductions = sharding.MatrixReductions(lanes=8, one=one)
+    def body(tree, zero):
+        reductions = sharding.MatrixReductions(lanes=8, zero=zero)
         return reductions.mean_squares(tree), reductions.norm(tree)
 
     mesh = mesh_of(data, fsdp)
-    return on_mesh(mesh, body, (layout, PartitionSpec()), PartitionSpec())(
-        PARAMETERS, jnp.float32(1)
-    )
+    return on_mesh(mesh, body, (layout, PartitionSpec()), PartitionSpec())(PARAMETERS, jnp.int32(0))
 
 
 def test_mean_squares_are_of_each_layers_own_matrix_and_norm_of_all():

@@ -68,7 +68,12 @@ def test_every_step_is_recorded_once_in_order_with_its_position(straight):
     assert records[-1]["computed"]["tokens"] == (5 * 8 + 7 * 16) * 8
 
 
-@pytest.mark.parametrize("last", [0, 3, 4, 6])
+EVERY_STEP = [
+    pytest.param(last, marks=() if last in (0, 3, 6) else pytest.mark.slow) for last in range(11)
+]
+
+
+@pytest.mark.parametrize("last", EVERY_STEP)
 def test_resumed_run_is_bit_identical(small, straight, tmp_path, last):
     run, settings = tmp_path / "run", small()
     stopped = training.train(settings, run, stop_requested=StopAfter(last))
@@ -79,6 +84,37 @@ def test_resumed_run_is_bit_identical(small, straight, tmp_path, last):
     assert resumed.evaluation == outcome.evaluation
     again, once = step_records(run), step_records(straight_run)
     assert [again[s]["bits"] for s in range(12)] == [once[s]["bits"] for s in range(12)]
+
+
+@pytest.mark.slow
+def test_run_stopped_again_and_again_is_bit_identical(small, straight, tmp_path):
+    run, settings = tmp_path / "run", small()
+    for last in (1, 0, 3, 0):  # after 2, 3, 7 and 8 steps
+        training.train(settings, run, stop_requested=StopAfter(last))
+    assert training.train(settings, run).state_digest == straight[1].state_digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [True, False])
+def test_stop_exactly_at_the_end_of_an_epoch_goes_on_with_the_next(
+    small, tmp_path, monkeypatch, stop
+):
+    # 40 sequences: the first epoch ends with step 4.
+    monkeypatch.setattr(Corpus, "num_sequences", lambda self, split: 40)
+    settings, run = small(**{"data.ramp": {"sizes": [8]}}), tmp_path / "run"
+    if stop:
+        training.train(settings, run, stop_requested=StopAfter(4))
+    training.train(settings, run)
+    digests = [step_records(run)[s]["computed"]["batch_digest"] for s in range(12)]
+    with Corpus.open(settings.data.corpus) as corpus:
+        ids = [
+            data.batch(corpus, 0, s, settings.data.ramp).sequence_ids.tolist() for s in range(12)
+        ]
+        wanted = [data.batch(corpus, 0, s, settings.data.ramp).digest for s in range(12)]
+    assert digests == wanted
+    for epoch in (ids[:5], ids[5:10]):
+        assert sorted(i for batch in epoch for i in batch) == list(range(40))
+    assert ids[:5] != ids[5:10]
 
 
 def crash_at(monkeypatch, last: int) -> None:
