@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import types
-from typing import Any
+from typing import Any, Self
 
 import rich.console
 import rich.progress
@@ -155,22 +155,20 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-class PreparationProgress:
-    """Shows `corpus.prepare`'s (stage, done, total)."""
+class _Bar:
+    """One live line where there is a terminal; nothing else is printed by it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *columns: rich.progress.ProgressColumn) -> None:
         self._console = _Console(stderr=True, highlight=False)
         self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
+            *columns,
             rich.progress.BarColumn(bar_width=20),
-            rich.progress.TaskProgressColumn(),
             rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
             console=self._console,
-            disable=not self._console.is_terminal or self._console.is_dumb_terminal,
+            disable=not self._console.is_terminal,
         )
-        self._tasks: dict[str, rich.progress.TaskID] = {}
 
-    def __enter__(self) -> PreparationProgress:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
@@ -181,6 +179,16 @@ class PreparationProgress:
         trace: types.TracebackType | None,
     ) -> None:
         self._bar.stop()
+
+
+class PreparationProgress(_Bar):
+    """Shows `corpus.prepare`'s (stage, done, total)."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            rich.progress.TextColumn("{task.description}"), rich.progress.TaskProgressColumn()
+        )
+        self._tasks: dict[str, rich.progress.TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
@@ -190,32 +198,15 @@ class PreparationProgress:
         self._bar.update(self._tasks[stage], completed=done, total=total)
 
 
-class ReplayProgress:
+class ReplayProgress(_Bar):
     """Shows how far a replay has come."""
 
     def __init__(self, start: int, stop: int) -> None:
-        self._console = _Console(stderr=True, highlight=False)
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("replaying step {task.completed:.0f}/{task.total:.0f}"),
-            rich.progress.BarColumn(bar_width=20),
-            rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
-            console=self._console,
-            disable=not self._console.is_terminal,
+        super().__init__(
+            rich.progress.TextColumn("replaying step {task.completed:.0f}/{task.total:.0f}")
         )
         self._console.print(f"replaying steps {start}:{stop}; compiling first", markup=False)
         self._task = self._bar.add_task("replay", total=stop)
-
-    def __enter__(self) -> ReplayProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
     def __call__(self, done: int, stop: int) -> None:
         self._bar.update(self._task, completed=done)

@@ -9,6 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from runs import StopAfter
 
 from palm_jax import config, data
 from palm_jax import train as training
@@ -76,6 +77,7 @@ def test_branch_that_changes_nothing_is_the_run_itself(run, from_step):
     assert content(run.path) == before  # the run itself was only read
 
 
+@pytest.mark.slow
 def test_branch_replays_too(run):
     made, _ = branch(run, 6, 10, Changes(overrides=("schedule.peak=0.02",)))
     assert replay(made, 7, 10).identical
@@ -91,6 +93,7 @@ def test_changed_setting_is_in_force_from_the_departure_on(run):
     assert ours[7]["loss"] != theirs[7]["loss"]
 
 
+@pytest.mark.slow
 def test_branch_is_fed_the_data_of_other_steps(run):
     made, _ = branch(run, 4, 8, Changes(data_from=7))
     theirs, ours = bits(run), bits(made)
@@ -213,15 +216,6 @@ def test_changed_beta_acts_although_momentum_was_saved_with_another(small, tmp_p
     np.testing.assert_allclose(moved, momentum, atol=1e-7)
     old = before["optimizer/momentum/ema/layers/w_gate_DF"]
     assert np.abs(momentum - (0.9 * old + 0.1 * momentum)).max() > 1e-4
-
-
-class StopAfter:
-    def __init__(self, last: int) -> None:
-        self.left = last + 1
-
-    def __call__(self) -> str | None:
-        self.left -= 1
-        return "SIGTERM" if self.left == 0 else None
 
 
 def state_of(folder: pathlib.Path, step: int) -> dict[str, np.ndarray]:

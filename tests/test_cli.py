@@ -256,6 +256,7 @@ def test_finished_run_says_the_same_again(palm_jax, trained, copied):
     assert again.json == {**trained.json, "run": str(copied)}
 
 
+@pytest.mark.slow
 def test_run_is_continued_from_another_folder_and_by_another_name(palm_jax, copied, tmp_path):
     elsewhere = Place(tmp_path)
     (tmp_path / "link").symlink_to(copied)
@@ -448,6 +449,7 @@ def test_signal_saves_and_the_same_command_continues(palm_jax, trained, tmp_path
     assert [again[s]["bits"] for s in range(STEPS)] == [once[s]["bits"] for s in range(STEPS)]
 
 
+@pytest.mark.slow
 def test_signal_during_the_first_compilation_saves_the_first_step(palm_jax, trained, tmp_path):
     command = ("train", "small.yaml", "steps=2", "--run", tmp_path / "run", "--json")
     process = palm_jax.start(*command, XDG_CACHE_HOME=tmp_path / "cache")  # nothing compiled
@@ -460,6 +462,7 @@ def test_signal_during_the_first_compilation_saves_the_first_step(palm_jax, trai
     assert palm_jax(*command).json["step"] == 2
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_at_once_and_does_no_harm(palm_jax, trained, tmp_path):
     command = ("train", "small.yaml", "steps=2", "--run", tmp_path / "run", "--json")
     process = palm_jax.start(*command, XDG_CACHE_HOME=tmp_path / "cache")  # compiles for seconds

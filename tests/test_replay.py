@@ -197,6 +197,7 @@ def test_steps_that_were_not_recorded_are_refused(run):
         replay(run, 4, 6, segment=3)
 
 
+@pytest.mark.slow
 def test_resumed_run_replays_whichever_attempt_is_asked_for(small, tmp_path, monkeypatch):
     path = tmp_path / "run"
     with monkeypatch.context() as patch:

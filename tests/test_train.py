@@ -9,6 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from runs import StopAfter
 
 from palm_jax import config, data, model, sharding, step
 from palm_jax import train as training
@@ -18,17 +19,6 @@ from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import folder, logbook
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.use.evaluate import evaluate
-
-
-class StopAfter:
-    """A stop request that comes during step `last`."""
-
-    def __init__(self, last: int) -> None:
-        self.left = last + 1
-
-    def __call__(self) -> str | None:
-        self.left -= 1
-        return "SIGTERM" if self.left == 0 else None
 
 
 def step_records(run: pathlib.Path) -> dict[int, dict]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from palm_jax import precision
 from palm_jax.errors import WrongInput
 
 PACKAGES = (
@@ -49,6 +50,7 @@ INFORMATIONAL = frozenset(
         "process_count",
         "mesh.data",
         "mesh.fsdp",
+        "chips",
     }
 )
 
@@ -57,7 +59,7 @@ INFORMATIONAL = frozenset(
 # of a step on a TPU.
 ONLY_ON = {
     "cpu": frozenset({"threads", "NPROC", "machine", "cpu_model", "cpu_flags"}),
-    "tpu": frozenset({"libtpu", "LIBTPU_INIT_ARGS"}),
+    "tpu": frozenset({"libtpu", "LIBTPU_INIT_ARGS", "MEGASCALE"}),
 }
 
 
@@ -84,6 +86,13 @@ def capture(*, threads: int, mesh_shape: dict[str, int]) -> dict[str, Any]:
         **{f"mesh.{axis}": size for axis, size in mesh_shape.items()},
         "XLA_FLAGS": normalised_flags("XLA_FLAGS"),
         "LIBTPU_INIT_ARGS": normalised_flags("LIBTPU_INIT_ARGS"),
+        "MEGASCALE": sorted(
+            f"{name}={value}"
+            for name, value in os.environ.items()
+            if name.startswith("MEGASCALE_") and "ADDRESS" not in name
+        ),
+        "compiler_options": precision.compiler_options(device.platform),
+        "chips": _chips(),
         "threads": threads,
         "NPROC": os.environ.get("NPROC"),
         "matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
@@ -168,6 +177,17 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _chips() -> list[list[Any]] | None:
+    """For each device of an accelerator: process, slice and place in the topology."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        return None
+    return [
+        [d.process_index, getattr(d, "slice_index", None), list(getattr(d, "coords", ()))]
+        for d in devices
+    ]
 
 
 def _processor() -> tuple[str | None, str | None]:
