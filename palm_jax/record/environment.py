@@ -91,7 +91,9 @@ def capture(*, threads: int, mesh_shape: dict[str, int]) -> dict[str, Any]:
             for name, value in os.environ.items()
             if name.startswith("MEGASCALE_") and "ADDRESS" not in name
         ),
-        "compiler_options": precision.compiler_options(device.platform),
+        "compiler_options": sorted(
+            f"{name}={value}" for name, value in precision.compiler_options(device.platform).items()
+        ),
         "chips": _chips(),
         "threads": threads,
         "NPROC": os.environ.get("NPROC"),
