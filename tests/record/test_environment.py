@@ -99,7 +99,8 @@ def test_a_file_of_flags_counts_by_what_it_holds(monkeypatch, tmp_path):
     [
         "jax", "jaxlib", "flax", "optax", "grain", "platform", "device_kind", "mesh.tensor",
         "XLA_FLAGS", "matmul_precision", "x64", "prng", "threefry_partitionable",
-        "compiler_options", "threads", "NPROC", "machine", "cpu_model", "cpu_flags",
+        "compiler_options",
+        "threads", "NPROC", "machine", "cpu_model", "cpu_flags",
     ],
 )  # fmt: skip
 def test_a_field_that_can_change_bits_is_a_difference(captured, field):
@@ -114,7 +115,8 @@ def test_a_field_that_can_change_bits_is_a_difference(captured, field):
     "field",
     [
         "python", "numpy", "orbax-checkpoint", "palm_jax", "commit", "dirty", "source", "mesh.data",
-        "mesh.fsdp", "device_count", "process_count", "libtpu", "LIBTPU_INIT_ARGS", "MEGASCALE", "chips",
+        "mesh.fsdp", "device_count", "process_count", "libtpu", "LIBTPU_INIT_ARGS",
+        "MEGASCALE", "chips",
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_is_none(captured, field):
