@@ -194,7 +194,7 @@ def streamed_sum(one_pass: collections.abc.Callable[[Any], Any], passes: Any, la
         shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
 
         def add(total: Any, this: Any) -> tuple[Any, None]:
-            # Without the barrier a part of one pass is simplified into its surroundings.
+            # Without the barrier the sums of losses differ by a rounding between device counts.
             term = jax.lax.optimization_barrier(part(this))
             return jax.tree.map(jnp.add, total, term), None
 

@@ -21,6 +21,8 @@ from palm_jax.replay import branches
 from palm_jax.replay import replay as replaying
 from palm_jax.replay.branches import Changes
 
+NOTHING = Changes()
+
 
 @pytest.fixture(scope="module")
 def original(small, tmp_path_factory) -> pathlib.Path:
@@ -46,7 +48,7 @@ def bits(run: RunFolder, segment: int | None = None) -> dict[int, dict]:
     }
 
 
-def branch(run: RunFolder, from_step: int, until: int, changes: Changes = Changes(), **options):  # noqa: B008
+def branch(run: RunFolder, from_step: int, until: int, changes: Changes = NOTHING, **options):
     made, _ = branches.create_branch(run, from_step, changes, **options)
     settings = made.config().model_copy(update={"steps": until})
     outcome = training.train(settings, made.path, keep=False)

@@ -226,7 +226,10 @@ def test_one_compilation_a_batch_size(small):
     state, controls = program.init(), step.controls()
     batches = [program.put(tokens_of(settings, index)) for index in range(12)]
     compilations = []
-    listen = lambda name, seconds, **_: compilations.append(name)  # noqa: E731
+
+    def listen(name: str, seconds: float, **_: object) -> None:
+        compilations.append(name)
+
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         for batch in batches:
