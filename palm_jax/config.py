@@ -31,6 +31,8 @@ MAY_CHANGE_ON_RESUME = (
     "data.read_threads",
     "data.prefetch_steps",
 )
+# Nor can these, where numerics.reduction is canonical.
+MAY_CHANGE_IF_CANONICAL = ("mesh.data", "mesh.fsdp", "mesh.emulated_devices")
 
 PositiveInt = Annotated[int, pydantic.Field(gt=0)]
 NaturalInt = Annotated[int, pydantic.Field(ge=0)]
@@ -171,6 +173,8 @@ class Numerics(Section):
 
     microbatch: PositiveInt = 1  # sequences; the unit of computation
     lanes: PositiveInt = 8  # the largest data-parallel width the run is meant for
+    # "canonical": sums in one order whatever the data-parallel mesh. "fast": in XLA's.
+    reduction: Literal["canonical", "fast"] = "canonical"
     # Size of the pool of threads by which XLA:CPU splits contractions.
     threads: Annotated[int, pydantic.Field(gt=0, le=1024)] = 8
 
@@ -453,14 +457,16 @@ def to_yaml(config: Config) -> str:
 
 def fingerprint(config: Config) -> str:
     """Hash of every setting that must stay the same while a run is continued."""
-    fixed = {key: value for key, value in _flat(config).items() if not may_change(key)}
+    fixed = {key: value for key, value in _flat(config).items() if not may_change(key, config)}
     text = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def may_change(key: str) -> bool:
-    """Whether a dotted setting may differ when a run is resumed."""
-    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE_ON_RESUME)
+def may_change(key: str, config: Config) -> bool:
+    """Whether a dotted setting may differ when a run of `config` is resumed."""
+    canonical = config.numerics.reduction == "canonical"
+    free = MAY_CHANGE_ON_RESUME + (MAY_CHANGE_IF_CANONICAL if canonical else ())
+    return any(key == name or key.startswith(f"{name}.") for name in free)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

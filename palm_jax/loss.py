@@ -6,12 +6,13 @@ means would weigh a token by its neighbours.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from palm_jax.model import MASKED
+from palm_jax.model import MASKED, UNDIVIDED, Split
 
 
 class LossSums(NamedTuple):
@@ -23,8 +24,16 @@ class LossSums(NamedTuple):
     targets: jax.Array  # i32[...]: how many tokens were counted
 
 
-def logits(hidden_BLD: jax.Array, unembedding_VD: jax.Array, vocabulary_size: int) -> jax.Array:
-    """Float32 scores [B, L, V], times 1/sqrt(D); the padding of the table can never win."""
+def logits(
+    hidden_BLD: jax.Array,
+    unembedding_VD: jax.Array,
+    vocabulary_size: int,
+    split: Split = UNDIVIDED,
+) -> jax.Array:
+    """Float32 scores [B, L, V], times 1/sqrt(D); the padding of the table can never win.
+
+    V is the part of the vocabulary that is here.
+    """
     B, L, D = hidden_BLD.shape
     scores_TV = jax.lax.dot_general(
         hidden_BLD.reshape(B * L, D),
@@ -33,12 +42,19 @@ def logits(hidden_BLD: jax.Array, unembedding_VD: jax.Array, vocabulary_size: in
         preferred_element_type=jnp.float32,
     )
     scores_BLV = scores_TV.reshape(B, L, -1) * D**-0.5
-    padding_V = jnp.arange(unembedding_VD.shape[0]) >= vocabulary_size
-    return jnp.where(padding_V, MASKED, scores_BLV)
+    return jnp.where(_ids_here(scores_BLV, split) >= vocabulary_size, MASKED, scores_BLV)
 
 
-@jax.custom_vjp
-def token_losses(logits_BLV: jax.Array, targets_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _ids_here(logits_BLV: jax.Array, split: Split) -> jax.Array:
+    """Token ids of the last axis, i32[V]."""
+    num_here = logits_BLV.shape[-1]
+    return split.index() * num_here + jnp.arange(num_here)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def token_losses(
+    logits_BLV: jax.Array, targets_BL: jax.Array, split: Split = UNDIVIDED
+) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy and log Z of each token, two f32[B, L], in nats.
 
     Raises:
@@ -47,24 +63,29 @@ def token_losses(logits_BLV: jax.Array, targets_BL: jax.Array) -> tuple[jax.Arra
     """
     if logits_BLV.dtype != jnp.float32:
         raise TypeError(f"the loss needs float32 logits, not {logits_BLV.dtype}")
-    peak_BL = jnp.max(logits_BLV, axis=-1)
-    sum_BL = jnp.sum(jnp.exp(logits_BLV - peak_BL[..., None]), axis=-1)
+    peak_BL = split.maximum(jnp.max(logits_BLV, axis=-1))
+    sum_BL = split.total(jnp.sum(jnp.exp(logits_BLV - peak_BL[..., None]), axis=-1))
     log_z_BL = jnp.log(sum_BL) + peak_BL
-    target_logit_BL = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
+    if split.size == 1:
+        target_logit_BL = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
+    else:
+        # One device has a target's logit, the others add zeros.
+        is_target_BLV = targets_BL[..., None] == _ids_here(logits_BLV, split)
+        target_logit_BL = split.total(jnp.sum(jnp.where(is_target_BLV, logits_BLV, 0), axis=-1))
     return log_z_BL - target_logit_BL, log_z_BL
 
 
-def _forward(logits_BLV: jax.Array, targets_BL: jax.Array):  # type: ignore[no-untyped-def]
-    cross_entropy_BL, log_z_BL = token_losses(logits_BLV, targets_BL)
+def _forward(logits_BLV, targets_BL, split):  # type: ignore[no-untyped-def]
+    cross_entropy_BL, log_z_BL = token_losses(logits_BLV, targets_BL, split)
     return (cross_entropy_BL, log_z_BL), (logits_BLV, targets_BL, log_z_BL)
 
 
-def _backward(saved, cotangents):  # type: ignore[no-untyped-def]
+def _backward(split, saved, cotangents):  # type: ignore[no-untyped-def]
     """d logits = (dCE + dlogZ) softmax - dCE onehot: no division, no scatter."""
     logits_BLV, targets_BL, log_z_BL = saved
     cross_entropy_BL, log_z_cotangent_BL = cotangents
     softmax_BLV = jnp.exp(logits_BLV - log_z_BL[..., None])
-    is_target_BLV = targets_BL[..., None] == jnp.arange(logits_BLV.shape[-1])
+    is_target_BLV = targets_BL[..., None] == _ids_here(logits_BLV, split)
     both_BL = cross_entropy_BL + log_z_cotangent_BL
     return (
         both_BL[..., None] * softmax_BLV - jnp.where(is_target_BLV, cross_entropy_BL[..., None], 0),
@@ -76,7 +97,10 @@ token_losses.defvjp(_forward, _backward)
 
 
 def sums_by_sequence(
-    logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array | None = None
+    logits_BLV: jax.Array,
+    targets_BL: jax.Array,
+    weights_BL: jax.Array | None = None,
+    split: Split = UNDIVIDED,
 ) -> LossSums:
     """LossSums of each sequence, [B].
 
@@ -85,7 +109,7 @@ def sums_by_sequence(
       targets_BL: the token that follows each position, in its own row.
       weights_BL: bool; false takes a token out of every sum. Default: all count.
     """
-    cross_entropy_BL, log_z_BL = token_losses(logits_BLV, targets_BL)
+    cross_entropy_BL, log_z_BL = token_losses(logits_BLV, targets_BL, split)
     if weights_BL is None:
         counts_B = jnp.full(targets_BL.shape[:1], targets_BL.shape[1], jnp.int32)
     else:

@@ -7,14 +7,17 @@ whose names end in the letters of their axes:
   D model   H heads   K head size   F feed-forward   V vocabulary, padded
 
 A letter names a logical axis and never says how the axis is sharded; `sharding.py` has the
-one table that does. The loss owns the unembedding.
+one table that does. Where tensor parallelism divides H, F, V and the width of the residual
+stream (suffix `_BLd`: this device's part of D), a `split` says how parts meet; by default
+nothing is divided. The loss owns the unembedding.
 """
 
 from __future__ import annotations
 
 import collections.abc
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -24,6 +27,52 @@ import numpy as np
 from palm_jax import config
 
 Params = dict[str, Any]
+
+
+class Split(Protocol):
+    """How the devices that share one model's heads, feed-forward and vocabulary work together."""
+
+    @property
+    def size(self) -> int:
+        """Into how many parts those axes are cut."""
+
+    def index(self) -> Any:
+        """Which part is here."""
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """[..., d] -> [..., D]: each device's part of the last axis."""
+
+    def summed(self, x: jax.Array) -> jax.Array:
+        """[..., D] -> [..., d]: the sum over devices, of which each keeps its part."""
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """The sum over devices, on all of them."""
+
+    def maximum(self, x: jax.Array) -> jax.Array:
+        """The maximum over devices; not differentiated."""
+
+    def part(self, x: jax.Array) -> jax.Array:
+        """[D, ...] -> [d, ...]: this device's part of what all have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Undivided:
+    """One device has all of it."""
+
+    size: int = 1
+
+    def index(self) -> int:
+        return 0
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        return x
+
+    summed = total = maximum = part = whole
+
+
+UNDIVIDED = Undivided()
+
+
 EPSILON = 1e-6  # of the norms, as in the authors' inference code
 # Finite, so that a row without any visible key would give numbers and not NaN.
 MASKED = -1e30
@@ -53,36 +102,52 @@ def _softmax_backward(probabilities: jax.Array, cotangent: jax.Array) -> tuple[j
 softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
-@jax.custom_vjp
-def embed(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
-    """Rows of the embedding; the gradient of a row is summed in float32 whatever its type.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def embed(table_VD: jax.Array, ids_BL: jax.Array, split: Split = UNDIVIDED) -> jax.Array:
+    """Rows of the embedding [B, L, d]; a row's gradient is summed in float32 whatever its type.
 
     A frequent token's row receives thousands of terms: bfloat16 would stop adding at 256.
     """
-    return table_VD[ids_BL]
+    if split.size == 1:
+        return table_VD[ids_BL]
+    # One device has a token's row, the others add zeros: exact in any order.
+    rows_BLD = table_VD.at[_rows_here(table_VD, ids_BL, split)].get(mode="fill", fill_value=0)
+    return split.summed(rows_BLD)
 
 
-def _embed_forward(table_VD: jax.Array, ids_BL: jax.Array) -> tuple[jax.Array, Any]:
-    return embed(table_VD, ids_BL), (table_VD, ids_BL)
+def _rows_here(table_VD: jax.Array, ids_BL: jax.Array, split: Split) -> jax.Array:
+    """Where tokens' rows stand in this device's part of a table; past its end if elsewhere."""
+    num_rows = table_VD.shape[0]
+    rows_BL = ids_BL - split.index() * num_rows
+    return jnp.where((rows_BL >= 0) & (rows_BL < num_rows), rows_BL, num_rows)
 
 
-def _embed_backward(saved: Any, cotangent_BLD: jax.Array) -> tuple[jax.Array, None]:
+def _embed_forward(table_VD: jax.Array, ids_BL: jax.Array, split: Split) -> tuple[jax.Array, Any]:
+    return embed(table_VD, ids_BL, split), (table_VD, ids_BL)
+
+
+def _embed_backward(split: Split, saved: Any, cotangent_BLd: jax.Array) -> tuple[jax.Array, None]:
     table_VD, ids_BL = saved
+    cotangent_BLD = split.whole(cotangent_BLd).astype(jnp.float32)
+    rows_BL = ids_BL if split.size == 1 else _rows_here(table_VD, ids_BL, split)
     zeros_VD = jnp.zeros(table_VD.shape, jnp.float32)
-    gradient_VD = zeros_VD.at[ids_BL].add(cotangent_BLD.astype(jnp.float32))
+    gradient_VD = zeros_VD.at[rows_BL].add(cotangent_BLD, mode="drop")
     return gradient_VD.astype(table_VD.dtype), None
 
 
 embed.defvjp(_embed_forward, _embed_backward)
 
 
-def normalise(x: jax.Array, kind: str) -> jax.Array:
-    """Root-mean-square norm, or layer norm, of the last axis, without a scale; float32."""
+def normalise(x: jax.Array, kind: str, split: Split = UNDIVIDED) -> jax.Array:
+    """Root-mean-square norm, or layer norm, of the last axis, without a scale; float32.
+
+    Where `split` divides that axis, statistics are those of the whole of it.
+    """
     x = x.astype(jnp.float32)
-    per_element = 1.0 / x.shape[-1]
+    per_element = 1.0 / (x.shape[-1] * split.size)
     if kind == "layernorm":
-        x = x - jnp.sum(x, axis=-1, keepdims=True) * per_element
-    mean_square = jnp.sum(x * x, axis=-1, keepdims=True) * per_element
+        x = x - split.total(jnp.sum(x, axis=-1, keepdims=True)) * per_element
+    mean_square = split.total(jnp.sum(x * x, axis=-1, keepdims=True)) * per_element
     return x * jax.lax.rsqrt(mean_square + EPSILON)
 
 
@@ -151,29 +216,34 @@ class Block(nn.Module):
 
     settings: config.Model
     dtype: Any
+    split: Split = UNDIVIDED
 
     @nn.compact
-    def __call__(self, x_BLD: jax.Array, visible_BLS: jax.Array) -> jax.Array:
-        m = self.settings
-        D, H, K, F = m.width, m.num_heads, m.head_size, m.feed_forward_size
-        B, L, _ = x_BLD.shape
+    def __call__(self, x_BLd: jax.Array, visible_BLS: jax.Array) -> jax.Array:
+        m, split = self.settings, self.split
+        D, K = m.width, m.head_size
+        H, F = m.num_heads // split.size, m.feed_forward_size // split.size  # those here
+        B, L, d = x_BLd.shape
+        T = B * L
         zeros, param = nn.initializers.zeros, self.param
         norm_scale_D = param("norm_scale_D", zeros, (D,))
         w_query_DHK = param("w_query_DHK", _kernel(D), (D, H, K))
         w_key_DK = param("w_key_DK", _kernel(D), (D, K))
         w_value_DK = param("w_value_DK", _kernel(D), (D, K))
-        w_attention_HKD = param("w_attention_HKD", _kernel(H * K), (H, K, D))
+        w_attention_HKD = param("w_attention_HKD", _kernel(m.num_heads * K), (H, K, D))
         w_gate_DF = param("w_gate_DF", _kernel(D), (D, F))
         w_up_DF = param("w_up_DF", _kernel(D), (D, F))
-        w_down_FD = param("w_down_FD", _kernel(F), (F, D))
+        w_down_FD = param("w_down_FD", _kernel(m.feed_forward_size), (F, D))
 
         # Scales are stored around zero, so that weight decay pulls them to one.
-        normed = (normalise(x_BLD, m.norm) * (1.0 + norm_scale_D)).astype(self.dtype)
+        scale_d = 1.0 + split.part(norm_scale_D)
         # Two-dimensional products: XLA:CPU runs them faster than the einsums they equal.
-        normed_TD = normed.reshape(B * L, D)
+        normed_Td = (normalise(x_BLd, m.norm, split) * scale_d).astype(self.dtype).reshape(T, d)
+        normed_TD = split.whole(normed_Td)
         query_BLHK = (normed_TD @ w_query_DHK.reshape(D, H * K)).reshape(B, L, H, K)
-        key_BSK = (normed_TD @ w_key_DK).reshape(B, L, K)
-        value_BSK = (normed_TD @ w_value_DK).reshape(B, L, K)
+        # All heads share one key and one value: computed once, each device a part of D.
+        key_BSK = split.total(normed_Td @ split.part(w_key_DK)).reshape(B, L, K)
+        value_BSK = split.total(normed_Td @ split.part(w_value_DK)).reshape(B, L, K)
         gate_TF = nn.silu((normed_TD @ w_gate_DF).astype(jnp.float32)).astype(self.dtype)
         feed_forward_TD = (gate_TF * (normed_TD @ w_up_DF)) @ w_down_FD
 
@@ -191,8 +261,8 @@ class Block(nn.Module):
         heads_BLHK = attend(
             query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, visible_BLS
         )
-        attention_TD = heads_BLHK.reshape(B * L, H * K) @ w_attention_HKD.reshape(H * K, D)
-        return x_BLD + (feed_forward_TD + attention_TD).reshape(B, L, D)
+        attention_TD = heads_BLHK.reshape(T, H * K) @ w_attention_HKD.reshape(H * K, D)
+        return x_BLd + split.summed(feed_forward_TD + attention_TD).reshape(B, L, d)
 
 
 def init(key: jax.Array, settings: config.Model) -> Params:
@@ -231,32 +301,34 @@ def hidden(
     dtype: jnp.dtype,
     documents_BL: jax.Array | None = None,
     gather_layer: collections.abc.Callable[[Params], Params] = lambda layer: layer,
+    split: Split = UNDIVIDED,
 ) -> jax.Array:
-    """The residual stream after the last layer and the final, scale-less norm, [B, L, D].
+    """The residual stream after the last layer and the final, scale-less norm, [B, L, d].
 
     Args:
-      params: as from `init`; top-level leaves whole and in their compute format, `layers`
-        as `gather_layer` wants them.
+      params: as from `init`, heads, feed-forward and vocabulary as `split` cuts them;
+        top-level leaves whole along D and in their compute format, `layers` as
+        `gather_layer` wants them.
       ids_BL: token ids, below the vocabulary size.
       documents_BL: as from `document_numbers`; given, a token sees its own document only.
       gather_layer: turns one layer's stored parameters into the whole ones in their compute
         format. It is called inside the scan, so that only one layer is whole at a time.
     """
-    block = Block(settings, dtype)
+    block = Block(settings, dtype, split)
     visible_BLS = visible(documents_BL, ids_BL.shape[1])
 
     # A plain scan rather than Linen's lifted one: the gather and its own backward rule sit
     # visibly inside it, and compile time does not grow with depth.
-    def layer(x_BLD: jax.Array, stored: Params) -> tuple[jax.Array, None]:
-        return block.apply({"params": gather_layer(stored)}, x_BLD, visible_BLS), None  # type: ignore[return-value]
+    def layer(x_BLd: jax.Array, stored: Params) -> tuple[jax.Array, None]:
+        return block.apply({"params": gather_layer(stored)}, x_BLd, visible_BLS), None  # type: ignore[return-value]
 
     if settings.remat in _REMAT_POLICIES:
         layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[settings.remat], prevent_cse=False)
-    x_BLD = embed(params["embedding_VD"], ids_BL)
-    x_BLD, _ = jax.lax.scan(layer, x_BLD, params["layers"])
-    return normalise(x_BLD, settings.norm).astype(dtype)
+    x_BLd = embed(params["embedding_VD"], ids_BL, split)
+    x_BLd, _ = jax.lax.scan(layer, x_BLd, params["layers"])
+    return normalise(x_BLd, settings.norm, split).astype(dtype)
 
 
 def unembedding(params: Params) -> jax.Array:
-    """The table [V, D] that turns hidden states into logits."""
+    """The table [V, D] that turns hidden states into logits; the part of V that is here."""
     return params["unembedding_VD" if "unembedding_VD" in params else "embedding_VD"]

@@ -27,14 +27,20 @@ def parameter_compute_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if "scale" in name else dtype
 
 
-def compiler_options(platform: str) -> dict[str, bool | str]:
+def compiler_options(platform: str, reduction: str) -> dict[str, bool | str]:
     """XLA options without which the bits of a step would depend on the device count.
 
     Excess precision lets the compiler leave out roundings to bfloat16 where it sees two
     conversions in a row, which depends on what stands between them. On CPU, reductions go
     to a library with another order of summation if they are large enough, and a slice of a
     parameter is smaller on more devices.
+
+    Args:
+      platform: of the devices.
+      reduction: numerics.reduction; `fast` leaves XLA all its choices.
     """
+    if reduction == "fast":
+        return {}
     options: dict[str, bool | str] = {"xla_allow_excess_precision": False}
     if platform == "cpu":
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"

@@ -3,7 +3,7 @@
   step(state, batch, controls) -> (state, vitals)
 
 The step is a function: all that can change its result is in its arguments. Letters as in
-model.py; how sums keep their bits on any number of devices is in sharding.py.
+model.py; how sums keep their bits on any number of devices is in reductions.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,18 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from palm_jax import config, data, loss, model, optimizer, precision, rounding, schedules, sharding
+from palm_jax import (
+    config,
+    data,
+    loss,
+    model,
+    optimizer,
+    precision,
+    reductions,
+    rounding,
+    schedules,
+    sharding,
+)
 
 Vitals = dict[str, jax.Array]
 
@@ -50,14 +61,19 @@ def controls(rate_scale: float = 1.0, skip_above: float = np.inf) -> Controls:
     return Controls(jnp.float32(rate_scale), jnp.float32(skip_above))
 
 
-def _gather(params: model.Params, dtype: jnp.dtype) -> model.Params:
-    """Stored slices of top-level parameters, or of one layer's, made whole for computing."""
+def _gather(params: model.Params, dtype: jnp.dtype, order: reductions.Order) -> model.Params:
+    """Stored slices of top-level parameters, or of one layer's, made whole along D."""
     whole = {}
     for name, shard in params.items():
-        axis = name.rpartition("_")[2].find("D")
+        dim = name.rpartition("_")[2].find("D")
         compute = precision.parameter_compute_dtype(name, dtype)
-        whole[name] = sharding.gather(shard, None if axis < 0 else axis, compute)
+        whole[name] = reductions.gather(shard, None if dim < 0 else dim, compute, order)
     return whole
+
+
+def _split(order: reductions.Order) -> model.Split:
+    size = jax.lax.axis_size("tensor")
+    return model.UNDIVIDED if size == 1 else reductions.OverTensor(size, order)
 
 
 def microbatch_losses(
@@ -75,6 +91,8 @@ def microbatch_losses(
       weights_B: bool; false for rows that only pad a microbatch.
     """
     dtype = precision.compute_dtype(settings.precision)
+    order = reductions.order_of(settings.numerics)
+    split = _split(order)
     inputs_BL, targets_BL = tokens_BL[:, :-1], tokens_BL[:, 1:]
     documents_BL = (
         model.document_numbers(inputs_BL, end_of_document)
@@ -82,20 +100,23 @@ def microbatch_losses(
         else None
     )
     top = {name: leaf for name, leaf in params.items() if name != "layers"}
-    whole = _gather(top, dtype) | {"layers": params["layers"]}
-    hidden_BLD = model.hidden(
+    whole = _gather(top, dtype, order) | {"layers": params["layers"]}
+    hidden_BLd = model.hidden(
         whole,
         inputs_BL,
         settings=settings.model,
         dtype=dtype,
         documents_BL=documents_BL,
-        gather_layer=lambda layer: _gather(layer, dtype),
+        gather_layer=lambda layer: _gather(layer, dtype, order),
+        split=split,
     )
-    logits_BLV = loss.logits(hidden_BLD, model.unembedding(whole), settings.model.vocabulary_size)
+    logits_BLV = loss.logits(
+        split.whole(hidden_BLd), model.unembedding(whole), settings.model.vocabulary_size, split
+    )
     weights_BL = (
         None if weights_B is None else jnp.broadcast_to(weights_B[:, None], targets_BL.shape)
     )
-    return loss.sums_by_sequence(logits_BLV, targets_BL, weights_BL)
+    return loss.sums_by_sequence(logits_BLV, targets_BL, weights_BL, split)
 
 
 def gradients(
@@ -109,6 +130,7 @@ def gradients(
     Returns:
       Gradients in the layout of `params`, float32; sums as scalars. Not yet divided.
     """
+    order = reductions.order_of(settings.numerics)
 
     def objective(params: model.Params, tokens_BL: jax.Array) -> tuple[jax.Array, loss.LossSums]:
         by_sequence = microbatch_losses(params, tokens_BL, None, settings, end_of_document)
@@ -117,9 +139,10 @@ def gradients(
 
     def one_pass(tokens: jax.Array) -> tuple[model.Params, loss.LossSums]:
         gradient, sums = jax.grad(objective, has_aux=True)(params, tokens[0])
-        return gradient, jax.tree.map(sharding.tree_over_devices, sums)
+        return gradient, jax.tree.map(lambda x: order.over(x, sharding.DATA_PARALLEL), sums)
 
-    return sharding.streamed_sum(one_pass, tokens, settings.numerics.lanes)  # type: ignore[no-any-return]
+    gradient, sums = order.stream(one_pass, tokens)
+    return reductions.complete_over_tensor(gradient, order), sums
 
 
 def train_step(
@@ -135,14 +158,15 @@ def train_step(
     A skipped update leaves parameters, optimizer state and its counts as they were; only
     the data step advances.
     """
-    zero = rounding.unknown_zero(state.step)
-    reductions = sharding.MatrixReductions(settings.numerics.lanes, zero)
-    rule = optimizer.build(settings.optimizer, reductions.mean_squares)
+    order = reductions.order_of(settings.numerics)
+    zero = 0 if settings.numerics.reduction == "fast" else rounding.unknown_zero(state.step)
+    matrices = reductions.MatrixReductions(order, zero)
+    rule = optimizer.build(settings.optimizer, matrices.mean_squares)
 
     gradient, sums = gradients(state.params, tokens, settings, end_of_document)
     per_target = 1.0 / sums.targets.astype(jnp.float32)
     gradient = jax.tree.map(lambda g: g * per_target, gradient)
-    gradient_norm = reductions.norm(gradient)
+    gradient_norm = matrices.norm(gradient)
     rate = schedules.rate(settings.schedule)(state.schedule_step) * controls.rate_scale
     updates, optimizer_state = rule.update(
         gradient, state.optimizer, state.params, gradient_norm=gradient_norm, rate=rate, zero=zero
@@ -156,7 +180,7 @@ def train_step(
         optimizer=optimizer_state,
     )
     after = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, state)
-    num_parameters = reductions.num_elements(state.params)
+    num_parameters = matrices.num_elements(state.params)
     cross_entropy = sums.cross_entropy * per_target
     z_loss = settings.model.z_loss * (sums.z * per_target)
     vitals = {
@@ -165,8 +189,8 @@ def train_step(
         "z_loss": z_loss,
         "mean_log_z": sums.log_z * per_target,
         "gradient_norm": gradient_norm,
-        "update_rms": reductions.norm(updates) * num_parameters**-0.5,
-        "parameter_norm": reductions.norm(state.params),
+        "update_rms": matrices.norm(updates) * num_parameters**-0.5,
+        "parameter_norm": matrices.norm(state.params),
         "rate": rate,
         "rate_scale": controls.rate_scale,
         "skip_above": controls.skip_above,
@@ -272,18 +296,16 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
     shapes = jax.tree.map(
         lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, shards
     )
-    manual = jax.tree_util.tree_map_with_path(sharding.manual_spec, shapes)
+    layout = jax.tree_util.tree_map_with_path(sharding.partition_spec, shapes)
     batch = PartitionSpec(None, sharding.DATA_PARALLEL)
-    on_mesh = functools.partial(
-        jax.shard_map, mesh=mesh, axis_names=set(sharding.DATA_PARALLEL), check_vma=False
-    )
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     step = on_mesh(
         functools.partial(train_step, settings=settings, end_of_document=end_of_document),
-        in_specs=(manual, batch, PartitionSpec()),
-        out_specs=(manual, PartitionSpec()),
+        in_specs=(layout, batch, PartitionSpec()),
+        out_specs=(layout, PartitionSpec()),
     )
 
-    options = precision.compiler_options(mesh.devices.flat[0].platform)
+    options = precision.compiler_options(mesh.devices.flat[0].platform, settings.numerics.reduction)
 
     def losses(params: model.Params, tokens: jax.Array, weights: jax.Array) -> loss.LossSums:
         def one_pass(rows: tuple[jax.Array, jax.Array]) -> loss.LossSums:
@@ -304,7 +326,7 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
             step, donate_argnums=0, out_shardings=(shards, None), compiler_options=options
         ),
         losses=jax.jit(
-            on_mesh(losses, in_specs=(manual.params, batch, batch), out_specs=PartitionSpec()),
+            on_mesh(losses, in_specs=(layout.params, batch, batch), out_specs=PartitionSpec()),
             compiler_options=options,
         ),
     )

@@ -90,9 +90,7 @@ def train(
         segment = segments.read(run_folder.segment(run_folder.last_segment()))
         course = Course(settings, segment, corpus, mesh)
         history = logbook.History.read(run_folder.path)
-        current = environment.capture(
-            threads=settings.numerics.threads, mesh_shape=dict(mesh.shape)
-        )
+        current = environment.capture(numerics=settings.numerics, mesh_shape=dict(mesh.shape))
         changed = _environment_changes(run_folder, current, allow_environment)
         if segment.parent is not None and segment.parent.run is not None:
             departed_from = folder.RunFolder((run_folder.path / segment.parent.run).resolve())

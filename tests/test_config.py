@@ -396,6 +396,7 @@ OTHER = {
     "precision.policy": "bfloat16",
     "numerics.microbatch": "1",
     "numerics.lanes": "4",
+    "numerics.reduction": "fast",
     "numerics.threads": "4",
     "mesh.data": "2",
     "mesh.fsdp": "2",
@@ -430,8 +431,18 @@ def test_fingerprint_changes_with_every_setting_but_those_that_may_change(small,
         "data.corpus",
         "data.read_threads",
         "data.prefetch_steps",
+        "mesh.data",
+        "mesh.fsdp",
+        "mesh.emulated_devices",
     }
     assert (config.fingerprint(after) == config.fingerprint(before)) == may_change
+
+
+@pytest.mark.parametrize("mesh", ["mesh.data=2", "mesh.fsdp=2"])
+def test_the_mesh_belongs_to_a_run_whose_sums_follow_it(small, mesh):
+    fast = ["numerics.reduction=fast"]
+    before, after = config.load(small, fast), config.load(small, [*fast, mesh])
+    assert config.fingerprint(after) != config.fingerprint(before)
 
 
 @pytest.mark.parametrize("override", [COSINE, "optimizer={name: adamw}"])

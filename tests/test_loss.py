@@ -299,9 +299,9 @@ def test_the_target_of_a_position_is_the_next_token_of_its_own_row(small, monkey
         captured["inputs"] = ids_BL
         return hidden(params, ids_BL, **others)
 
-    def spy_sums(logits_BLV, targets_BL, weights_BL):
+    def spy_sums(logits_BLV, targets_BL, weights_BL, split):
         captured["targets"], captured["weights"] = targets_BL, weights_BL
-        return sums_by_sequence(logits_BLV, targets_BL, weights_BL)
+        return sums_by_sequence(logits_BLV, targets_BL, weights_BL, split)
 
     monkeypatch.setattr(step.model, "hidden", spy_hidden)
     monkeypatch.setattr(step.loss, "sums_by_sequence", spy_sums)

@@ -21,7 +21,7 @@ from palm_jax import precision
     ],
 )
 def test_bfloat16_swallows_small_changes(weight, change, result):
-    options = precision.compiler_options("cpu")
+    options = precision.compiler_options("cpu", "canonical")
     add = jax.jit(lambda w, u: w + u, compiler_options=options)
     stored = add(jnp.bfloat16(weight), jnp.bfloat16(change))
     assert stored.dtype == jnp.bfloat16

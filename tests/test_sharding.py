@@ -1,179 +1,13 @@
-"""Sums over microbatches, devices and parameters against NumPy loops in the documented order."""
+"""Where arrays live, and meshes that cannot be."""
 
 from __future__ import annotations
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 
-from palm_jax import config, precision, sharding
+from palm_jax import config, sharding
 from palm_jax.errors import CannotDo
-
-MESHES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 8), (8, 1), (2, 4), (4, 2)]
-D_P = sharding.DATA_PARALLEL
-
-
-def mesh_of(data: int, fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
-    return sharding.make_mesh(config.Mesh(data=data, fsdp=fsdp, tensor=tensor))
-
-
-def on_mesh(mesh, function, in_specs, out_specs):
-    return jax.jit(
-        jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(D_P),
-            check_vma=False,
-        ),
-        compiler_options=precision.compiler_options("cpu"),
-    )
-
-
-def tree_by_hand(terms: list[np.ndarray]) -> np.ndarray:
-    """Neighbours first, recursively: ((t0 + t1) + (t2 + t3)) + ..., in float32."""
-    if len(terms) == 1:
-        return terms[0]
-    half = len(terms) // 2
-    return tree_by_hand(terms[:half]) + tree_by_hand(terms[half:])
-
-
-def uneven(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Numbers of very different sizes, so that another order gives another sum."""
-    rng = np.random.default_rng(seed)
-    return (rng.standard_normal(shape) * 10.0 ** rng.uniform(-4, 4, shape)).astype(np.float32)
-
-
-def test_the_tree_differs_from_adding_from_left_to_right():
-    terms = uneven((8, 100), 0)
-    in_order = functools.reduce(np.add, terms)
-    assert tree_by_hand(list(terms)).tobytes() != in_order.tobytes()
-
-
-@pytest.mark.parametrize("num_terms", [1, 2, 4, 8, 16])
-def test_tree_sum_adds_neighbours_first(num_terms):
-    terms = uneven((num_terms, 50), num_terms)
-    total = np.asarray(sharding.tree_sum(jnp.asarray(terms)))
-    assert total.tobytes() == tree_by_hand(list(terms)).tobytes()
-
-
-@given(size=st.integers(1, 24), seed=st.integers(0, 9))
-def test_fold_adds_every_term_once(size, seed):
-    terms = np.random.default_rng(seed).integers(-1000, 1000, (size, 3)).astype(np.float32)
-    # Integers below 2^24 add exactly in any order.
-    np.testing.assert_array_equal(sharding.fold(jnp.asarray(terms)), terms.sum(axis=0))
-
-
-@pytest.mark.parametrize(("data", "fsdp"), MESHES)
-@pytest.mark.parametrize("num_blocks", [1, 3])
-def test_streamed_sum_is_one_tree_a_block_and_blocks_in_order(data, fsdp, num_blocks):
-    lanes, width = 8, data * fsdp
-    terms = uneven((num_blocks * lanes, 64), num_blocks)
-    blocks = [tree_by_hand(list(block)) for block in terms.reshape(num_blocks, lanes, 64)]
-    by_hand = functools.reduce(np.add, blocks)
-
-    def body(passes):  # f32[passes, 1, 64], this device's
-        return sharding.streamed_sum(lambda x: sharding.tree_over_devices(x[0]), passes, lanes)
-
-    summed = on_mesh(mesh_of(data, fsdp), body, PartitionSpec(None, D_P), PartitionSpec())(
-        terms.reshape(-1, width, 64)
-    )
-    assert np.asarray(summed).tobytes() == by_hand.tobytes()
-
-
-def test_streamed_sum_keeps_negative_zeros_and_counts_exactly():
-    terms = np.full((8, 1, 4), -0.0, np.float32), np.full((8, 1), 2**24 + 1, np.int32)
-
-    def body(passes):
-        return sharding.streamed_sum(lambda x: jax.tree.map(lambda y: y[0], x), passes, 8)
-
-    zeros, count = on_mesh(mesh_of(1, 1), body, PartitionSpec(), PartitionSpec())(terms)
-    assert np.asarray(zeros).tobytes() == np.full(4, -0.0, np.float32).tobytes()
-    assert int(count) == 8 * (2**24 + 1)
-
-
-@pytest.mark.parametrize(("data", "fsdp"), MESHES)
-@pytest.mark.parametrize("axis", [0, 1, None])
-def test_gradient_of_gather_is_the_tree_of_every_devices_gradient(data, fsdp, axis):
-    width = data * fsdp
-    whole = uneven((16, 8), 1)
-    factors = uneven((width, 16, 8), 2)  # device i's gradient with respect to the parameter
-
-    def body(shard, factor):
-        return jax.grad(
-            lambda p: jnp.sum(sharding.gather(p, axis, jnp.dtype(jnp.float32)) * factor[0])
-        )(shard)
-
-    layout = PartitionSpec(*("fsdp" if dim == axis else None for dim in range(2)))
-    gradient = on_mesh(mesh_of(data, fsdp), body, (layout, PartitionSpec(D_P)), layout)(
-        whole, factors
-    )
-    assert np.asarray(gradient).tobytes() == tree_by_hand(list(factors)).tobytes()
-
-
-@pytest.mark.parametrize(("data", "fsdp"), [(1, 1), (2, 2), (1, 8)])
-def test_gather_makes_the_parameter_whole_in_its_compute_format(data, fsdp):
-    whole = uneven((16, 8), 3)
-
-    def body(shard):
-        return sharding.gather(shard, 0, jnp.dtype(jnp.bfloat16))
-
-    gathered = on_mesh(mesh_of(data, fsdp), body, PartitionSpec("fsdp"), PartitionSpec())(whole)
-    assert gathered.dtype == jnp.bfloat16
-    assert np.asarray(gathered).tobytes() == np.asarray(whole.astype(jnp.bfloat16)).tobytes()
-
-
-PARAMETERS = {
-    "embedding_VD": uneven((24, 16), 0),
-    "layers": {
-        "norm_scale_D": uneven((3, 16), 1),
-        "w_query_DHK": uneven((3, 16, 2, 4), 2),
-        "w_attention_HKD": uneven((3, 2, 4, 16), 3),
-        "w_gate_DF": uneven((3, 16, 1024), 4),
-        "w_down_FD": uneven((3, 1024, 16), 5),
-        "key_norm_scale_K": uneven((3, 4), 6),
-    },
-}
-
-
-def reduced(data: int, fsdp: int):
-    layout = jax.tree_util.tree_map_with_path(sharding.manual_spec, PARAMETERS)
-
-    def body(tree, zero):
-        reductions = sharding.MatrixReductions(lanes=8, zero=zero)
-        return reductions.mean_squares(tree), reductions.norm(tree)
-
-    mesh = mesh_of(data, fsdp)
-    return on_mesh(mesh, body, (layout, PartitionSpec()), PartitionSpec())(PARAMETERS, jnp.int32(0))
-
-
-def test_mean_squares_are_of_each_layers_own_matrix_and_norm_of_all():
-    mean_squares, norm = reduced(1, 8)
-    # 3e-6: float32 sums of up to 16,384 positive terms against float64.
-    for name, leaf in PARAMETERS["layers"].items():
-        by_hand = [np.mean(np.square(layer, dtype=np.float64)) for layer in leaf]
-        found = mean_squares["layers"][name]
-        assert found.shape == (3, *(1,) * (leaf.ndim - 1))
-        np.testing.assert_allclose(np.ravel(found), by_hand, rtol=3e-6)
-    embedding = np.square(PARAMETERS["embedding_VD"], dtype=np.float64)
-    np.testing.assert_allclose(np.ravel(mean_squares["embedding_VD"]), embedding.mean(), rtol=3e-6)
-    everything = [np.square(x, dtype=np.float64).sum() for x in jax.tree.leaves(PARAMETERS)]
-    np.testing.assert_allclose(norm, np.sqrt(sum(everything)), rtol=3e-6)
-
-
-@pytest.mark.parametrize(("data", "fsdp"), MESHES[1:])
-def test_reductions_over_parameters_have_the_same_bits_on_any_mesh(data, fsdp):
-    for one, other in zip(
-        jax.tree.leaves(reduced(1, 1)), jax.tree.leaves(reduced(data, fsdp)), strict=True
-    ):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def test_axes_of_a_leaf_come_from_its_name_also_inside_the_optimizer_state():
@@ -186,4 +20,4 @@ def test_axes_of_a_leaf_come_from_its_name_also_inside_the_optimizer_state():
 
 def test_wrong_mesh_product_names_both_numbers():
     with pytest.raises(CannotDo, match=r"2 x 8 x 1 = 16 .* has 8"):
-        mesh_of(2, 8)
+        sharding.make_mesh(config.Mesh(data=2, fsdp=8))

@@ -82,8 +82,9 @@ def show(
     is_run = folder.is_run(where)
     settings = config.load(where / folder.CONFIG if is_run else where, overrides or ())
     if is_run:
-        changes = config.differences(folder.RunFolder(where).config(), settings)
-        if other := [key for key in changes if not config.may_change(key)]:
+        recorded = folder.RunFolder(where).config()
+        changes = config.differences(recorded, settings)
+        if other := [key for key in changes if not config.may_change(key, recorded)]:
             raise WrongInput(
                 f"{where} is a run of another {', '.join(other)}; leave that out, or show the "
                 "config file with it"

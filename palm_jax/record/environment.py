@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from palm_jax import precision
+from palm_jax import config, precision
 from palm_jax.errors import WrongInput
 
 PACKAGES = (
@@ -34,9 +34,7 @@ PACKAGES = (
 
 # Recorded to be read, never compared. Python, NumPy and Orbax carry bits without computing
 # any. What this package's own code makes of a config is compared where it counts: the module
-# that XLA is given for each batch size, and the digest of the batches. Sums follow one tree
-# whatever the data-parallel width (docs/bits.md), so neither `mesh.data`, `mesh.fsdp` nor the
-# counts of devices and processes can change them.
+# that XLA is given for each batch size, and the digest of the batches.
 INFORMATIONAL = frozenset(
     {
         "python",
@@ -46,13 +44,13 @@ INFORMATIONAL = frozenset(
         "commit",
         "dirty",
         "source",
-        "device_count",
-        "process_count",
-        "mesh.data",
-        "mesh.fsdp",
         "chips",
     }
 )
+
+# Canonical sums follow one tree whatever the data-parallel width (docs/bits.md), so these
+# cannot change their bits.
+ONLY_IF_FAST = frozenset({"device_count", "process_count", "mesh.data", "mesh.fsdp"})
 
 # Fields that count only on one platform: XLA:CPU generates code for the processor it runs on
 # and splits contractions by the size of its thread pool; a host's processor does no arithmetic
@@ -63,12 +61,12 @@ ONLY_ON = {
 }
 
 
-def capture(*, threads: int, mesh_shape: dict[str, int]) -> dict[str, Any]:
+def capture(*, numerics: config.Numerics, mesh_shape: dict[str, int]) -> dict[str, Any]:
     """The environment of this process. Starts JAX's devices if nothing has yet.
 
     Args:
-      threads: `numerics.threads`, the thread-pool size that the run asks for; `NPROC` is
-        what the process has.
+      numerics: what the run asks for; of the size of the thread pool, `NPROC` is what the
+        process has.
       mesh_shape: devices along each mesh axis.
     Raises:
       WrongInput: XLA_FLAGS names a file of flags that cannot be read.
@@ -92,10 +90,14 @@ def capture(*, threads: int, mesh_shape: dict[str, int]) -> dict[str, Any]:
             if name.startswith("MEGASCALE_") and "ADDRESS" not in name
         ),
         "compiler_options": sorted(
-            f"{name}={value}" for name, value in precision.compiler_options(device.platform).items()
+            f"{name}={value}"
+            for name, value in precision.compiler_options(
+                device.platform, numerics.reduction
+            ).items()
         ),
         "chips": _chips(),
-        "threads": threads,
+        "reduction": numerics.reduction,
+        "threads": numerics.threads,
         "NPROC": os.environ.get("NPROC"),
         "matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
@@ -116,6 +118,8 @@ def differences(recorded: dict[str, Any], current: dict[str, Any]) -> dict[str, 
     """
     platforms = {recorded.get("platform"), current.get("platform")}
     ignored = set(INFORMATIONAL)
+    if "fast" not in (recorded.get("reduction"), current.get("reduction")):
+        ignored |= ONLY_IF_FAST
     for name, fields in ONLY_ON.items():
         if name not in platforms:
             ignored |= fields

@@ -97,16 +97,17 @@ def open_run(
     if not is_run(run.path):
         create(run, settings, corpus, segments.Segment())
         return run, {}
-    changes = config.differences(run.config(), settings)
-    if fixed := {key: both for key, both in changes.items() if not config.may_change(key)}:
+    before = run.config()
+    changes = config.differences(before, settings)
+    if fixed := {key: both for key, both in changes.items() if not config.may_change(key, before)}:
         rows = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in fixed.items())
         raise WrongInput(
             f"{run.path} is a run of another config: {rows}. Continue it with its own settings, "
             "or name another folder with --run"
         )
-    if (before := run.manifest().digest) != corpus.digest:
+    if (trained_on := run.manifest().digest) != corpus.digest:
         raise WrongInput(
-            f"{run.path} was trained on the corpus {before[:16]}, but data.corpus="
+            f"{run.path} was trained on the corpus {trained_on[:16]}, but data.corpus="
             f"{settings.data.corpus} is {corpus.digest[:16]}; name the run's own corpus"
         )
     if changes:

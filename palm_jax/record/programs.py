@@ -23,7 +23,7 @@ class ProgramRecorder:
     ) -> None:
         self.segment, self.book, self.allow_change = segment, book, allow_change
         self._noted: set[tuple[int, int]] = set()
-        self._before: dict[tuple[str, int, int], str] = {}
+        self._before: dict[tuple[Any, ...], str] = {}
         for record in logbook.scan(run.path):
             if isinstance(record, dict) and record["event"] == "program":
                 self._before[_key(record)] = record["lowered_digest"]
@@ -45,7 +45,7 @@ class ProgramRecorder:
                 "step": step,
                 "batch_size": batch_size,
                 "fingerprint": fingerprint,
-                "data_parallel": program.settings.mesh.data_parallel,
+                "mesh": list(program.mesh.devices.shape),
                 "lowered_digest": compiled.lowered_digest,
                 "optimized_digest": compiled.optimized_digest,
             }
@@ -62,5 +62,5 @@ class ProgramRecorder:
         return seconds
 
 
-def _key(record: dict[str, Any]) -> tuple[str, int, int]:
-    return record["fingerprint"], record["batch_size"], record["data_parallel"]
+def _key(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record["fingerprint"], record["batch_size"], tuple(record["mesh"])

@@ -22,7 +22,14 @@ FILE_NAME = "segment.json"
 # What an intervention may change in mid-run: numbers that the rule and its schedules take.
 IN_MID_RUN = ("optimizer", "schedule", "model.z_loss")
 # What a branch may change besides: how the same quantities are computed.
-IN_A_BRANCH = (*IN_MID_RUN, "precision", "numerics.microbatch", "numerics.lanes", "model.remat")
+IN_A_BRANCH = (
+    *IN_MID_RUN,
+    "precision",
+    "numerics.microbatch",
+    "numerics.lanes",
+    "numerics.reduction",
+    "model.remat",
+)
 # The train state has the form that these give it.
 FORM_OF_THE_STATE = ("optimizer.name",)
 

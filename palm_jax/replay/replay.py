@@ -133,7 +133,7 @@ def replay(
     course = Course(settings, segments.read(run.segment(number)), corpus, device_mesh)
     history = recorded(run, number, start, stop, attempt)
     here = environment.capture(
-        threads=settings.numerics.threads, mesh_shape=dict(device_mesh.shape)
+        numerics=settings.numerics, mesh_shape=dict(device_mesh.shape)
     )
     changed: dict[str, tuple[Any, Any]] = {}
     for there in history.environments:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 
+from palm_jax import config
 from palm_jax.errors import WrongInput
 from palm_jax.record import environment
 
@@ -22,7 +23,7 @@ MESH = {"data": 4, "fsdp": 1, "tensor": 2}
 
 @pytest.fixture(scope="module")
 def captured() -> dict[str, Any]:
-    return environment.capture(threads=8, mesh_shape=MESH)
+    return environment.capture(numerics=config.Numerics(), mesh_shape=MESH)
 
 
 def test_it_tells_versions_devices_and_settings(captured):
@@ -41,7 +42,7 @@ def test_it_tells_versions_devices_and_settings(captured):
 def test_it_is_flat_json_and_stays_the_same(captured):
     assert json.loads(json.dumps(captured, allow_nan=False)) == captured
     assert not any(isinstance(value, dict) for value in captured.values())
-    assert environment.capture(threads=8, mesh_shape=MESH) == captured
+    assert environment.capture(numerics=config.Numerics(), mesh_shape=MESH) == captured
     assert environment.differences(captured, captured) == {}
 
 
@@ -54,16 +55,19 @@ def test_it_names_no_person_machine_or_path(captured):
 
 def test_nproc_is_the_process_environments(monkeypatch):
     monkeypatch.setenv("NPROC", "3")
-    assert environment.capture(threads=8, mesh_shape={})["NPROC"] == "3"
+    assert environment.capture(numerics=config.Numerics(), mesh_shape={})["NPROC"] == "3"
     monkeypatch.delenv("NPROC")
-    assert environment.capture(threads=8, mesh_shape={})["NPROC"] is None
+    assert environment.capture(numerics=config.Numerics(), mesh_shape={})["NPROC"] is None
 
 
 def test_precision_settings_are_those_in_force():
     with jax.default_matmul_precision("highest"):
-        assert environment.capture(threads=8, mesh_shape={})["matmul_precision"] == "highest"
+        assert (
+            environment.capture(numerics=config.Numerics(), mesh_shape={})["matmul_precision"]
+            == "highest"
+        )
     with jax.enable_x64(True):
-        assert environment.capture(threads=8, mesh_shape={})["x64"] is True
+        assert environment.capture(numerics=config.Numerics(), mesh_shape={})["x64"] is True
 
 
 @pytest.mark.parametrize(
@@ -122,6 +126,14 @@ def test_a_field_that_can_change_bits_is_a_difference(captured, field):
 def test_a_field_that_cannot_is_none(captured, field):
     assert field in captured
     assert environment.differences(captured, {**captured, field: "other"}) == {}
+
+
+@pytest.mark.parametrize("field", ["mesh.data", "mesh.fsdp", "device_count", "process_count"])
+def test_devices_count_where_xla_orders_the_sums(captured, field):
+    fast = {**captured, "reduction": "fast"}
+    assert environment.differences(fast, {**fast, field: "other"}) == {
+        field: (captured[field], "other")
+    }
 
 
 def test_the_processor_counts_on_cpu_only_and_libtpu_on_tpu_only(captured):

@@ -1,0 +1,356 @@
+"""Sums over microbatches, devices and parameters, in an order that no mesh can change.
+
+A microbatch is the unit of computation. A batch is blocks of `lanes` microbatches; within a
+block sums follow one binary tree in index order, and blocks are added in order. A pass takes
+as many neighbouring microbatches as there are data-parallel devices, one a device: the
+lowest levels of the tree cross devices (`over`, `scatter`), the upper ones are streamed
+(`stream`). Data parallelism and accumulation are then one thing, and neither changes the bits
+of a sum. That is `Canonical`. `Fast` leaves the order to XLA's own collectives.
+
+All of this runs inside shard_map, where the mesh axes are bound. Letters as in model.py.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from palm_jax import config
+from palm_jax.rounding import rounded
+from palm_jax.sharding import DATA_PARALLEL, logical_axes, mesh_axes
+
+Axes = str | tuple[str, ...]
+
+
+def tree_sum(terms: jax.Array) -> jax.Array:
+    """Sum over the first axis, whose size is a power of two, by a binary tree in index order.
+
+    Elementwise additions of slices, so that no compiler may choose another order.
+    """
+    while terms.shape[0] > 1:
+        terms = terms[0::2] + terms[1::2]
+    return terms[0]
+
+
+def fold(terms: jax.Array) -> jax.Array:
+    """Sum over the first axis, of any size, in an order that depends on its size alone."""
+    while (size := terms.shape[0]) > 1:
+        half = size // 2
+        sums = terms[:half] + terms[half : 2 * half]
+        terms = jnp.concatenate([sums, terms[2 * half :]]) if size % 2 else sums
+    return terms[0]
+
+
+def _ordered(terms: jax.Array) -> jax.Array:
+    """Sum over the first axis; by the tree, if its size allows one."""
+    return fold(terms) if terms.shape[0] & (terms.shape[0] - 1) else tree_sum(terms)
+
+
+def _no_term(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """What leaves every number's bits as they are when it is added: -0.0, or the integer 0."""
+    return jnp.full(
+        shape.shape, -0.0 if jnp.issubdtype(shape.dtype, jnp.floating) else 0, shape.dtype
+    )
+
+
+def _in_order(parts: Any, part: collections.abc.Callable[[Any], Any]) -> Any:
+    """part(parts[0]) + part(parts[1]) + ..., from left to right."""
+    shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
+
+    def add(total: Any, this: Any) -> tuple[Any, None]:
+        # Without the barrier the sums of losses differ by a rounding between device counts.
+        term = jax.lax.optimization_barrier(part(this))
+        return jax.tree.map(jnp.add, total, term), None
+
+    return jax.lax.scan(add, jax.tree.map(_no_term, shapes), parts)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Canonical:
+    """Every sum in an order that belongs to the run."""
+
+    lanes: int
+
+    def over(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """Sum of the devices' values along mesh axes; the same on all of them."""
+        if jax.lax.axis_size(axes) == 1:
+            return x
+        terms = jax.lax.all_gather(x, axes, axis=0)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            terms = terms.astype(jnp.float32)
+        return _ordered(terms).astype(x.dtype)
+
+    def scatter(self, x: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
+        """Sum of the devices' values along a mesh axis, of which each keeps its slice of `dim`.
+
+        Each device sends every other one its slice as it is (a reduce-scatter's bytes), and
+        adds what it receives in float32. The result is rounded to `dtype` once.
+        """
+        if (size := jax.lax.axis_size(axis)) == 1:
+            return x.astype(dtype)
+        slices = jnp.stack(jnp.split(x, size, axis=dim))
+        received = jax.lax.all_to_all(slices, axis, split_axis=0, concat_axis=0)
+        return _ordered(received.astype(jnp.float32)).astype(dtype)
+
+    def stream(self, one_pass: collections.abc.Callable[[Any], Any], passes: Any) -> Any:
+        """Sum of `one_pass` over the first axis of `passes`: a tree in a block, blocks in order.
+
+        `one_pass` returns a pytree already summed over the devices. At most one partial sum
+        a level of the tree is alive.
+        """
+        per_block = self.lanes // jax.lax.axis_size(DATA_PARALLEL)
+        num_passes = jax.tree.leaves(passes)[0].shape[0]
+
+        def subtree(passes: Any) -> Any:
+            size = jax.tree.leaves(passes)[0].shape[0]
+            if size == 1:
+                return one_pass(jax.tree.map(lambda x: x[0], passes))
+            halves = jax.tree.map(lambda x: x.reshape(2, size // 2, *x.shape[1:]), passes)
+            return _in_order(halves, subtree)
+
+        blocks = jax.tree.map(
+            lambda x: x.reshape(num_passes // per_block, per_block, *x.shape[1:]), passes
+        )
+        return _in_order(blocks, subtree)
+
+    def along_matrices(self, x: jax.Array, axes: str) -> jax.Array:
+        """Sums of a stacked parameter's slice over all but its axes N and D, [D here, N].
+
+        Every index along D is summed by itself first: a reduction of the same extent and
+        order however many of them this device holds.
+        """
+        keep = [dim for dim, letter in enumerate(axes) if letter in "ND"]
+        sums = jnp.sum(x, axis=[dim for dim in range(x.ndim) if dim not in keep])
+        return sums.T if "D" in axes else sums[None]
+
+    def along_width(self, sums: jax.Array) -> jax.Array:
+        """Sum over D of sums [D here, n]: `lanes` slices by themselves, then their tree."""
+        slices_here = self.lanes // jax.lax.axis_size("fsdp")
+        by_slice = sums.reshape(slices_here, -1, sums.shape[1])
+        by_slice = fold(by_slice.swapaxes(0, 1))
+        return tree_sum(jax.lax.all_gather(by_slice, "fsdp", axis=0, tiled=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fast:
+    """Every sum in the order that XLA's collectives and reductions choose for this mesh."""
+
+    def over(self, x: jax.Array, axes: Axes) -> jax.Array:
+        return jax.lax.psum(x, axes)
+
+    def scatter(self, x: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
+        x = x.astype(dtype)
+        if jax.lax.axis_size(axis) == 1:
+            return x
+        return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+    def stream(self, one_pass: collections.abc.Callable[[Any], Any], passes: Any) -> Any:
+        if jax.tree.leaves(passes)[0].shape[0] == 1:
+            return one_pass(jax.tree.map(lambda x: x[0], passes))
+        return _in_order(passes, one_pass)
+
+    def along_matrices(self, x: jax.Array, axes: str) -> jax.Array:
+        return jnp.sum(x, axis=range(1, x.ndim))[None]
+
+    def along_width(self, sums: jax.Array) -> jax.Array:
+        return jax.lax.psum(sums[0], "fsdp")
+
+
+Order = Canonical | Fast
+
+
+def order_of(numerics: config.Numerics) -> Order:
+    return Fast() if numerics.reduction == "fast" else Canonical(numerics.lanes)
+
+
+# --- a parameter's gather, and the sum of its gradient ------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather(shard: jax.Array, dim: int | None, dtype: Any, order: Order) -> jax.Array:
+    """A parameter made whole along D in its compute format, from this device's slice.
+
+    Its backward rule is the one home of the gradient's sum over data-parallel devices. Where
+    `dim` is None the parameter has no D, and is whole on each device.
+    """
+    value = shard.astype(dtype)
+    if dim is None or jax.lax.axis_size("fsdp") == 1:
+        return value
+    return jax.lax.all_gather(value, "fsdp", axis=dim, tiled=True)
+
+
+def _gather_forward(
+    shard: jax.Array, dim: int | None, dtype: Any, order: Order
+) -> tuple[jax.Array, None]:
+    return gather(shard, dim, dtype, order), None
+
+
+def _gather_backward(
+    dim: int | None, dtype: Any, order: Order, saved: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    if dim is None:
+        return (order.over(gradient.astype(jnp.float32), DATA_PARALLEL),)
+    # Neighbours in a pass differ in their fsdp index first, so `data` is the upper tree.
+    return (order.over(order.scatter(gradient, "fsdp", dim, jnp.float32), "data"),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+# --- tensor parallelism -------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _whole(x: jax.Array, order: Order, axis: str) -> jax.Array:
+    return jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+
+
+_whole.defvjp(
+    lambda x, order, axis: (_whole(x, order, axis), None),
+    lambda order, axis, saved, g: (order.scatter(g, axis, g.ndim - 1, g.dtype),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _summed(x: jax.Array, order: Order, axis: str) -> jax.Array:
+    return order.scatter(x, axis, x.ndim - 1, x.dtype)
+
+
+_summed.defvjp(
+    lambda x, order, axis: (_summed(x, order, axis), None),
+    lambda order, axis, saved, g: (jax.lax.all_gather(g, axis, axis=g.ndim - 1, tiled=True),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _total(x: jax.Array, order: Order, axis: str) -> jax.Array:
+    return order.over(x, axis)
+
+
+_total.defvjp(
+    lambda x, order, axis: (_total(x, order, axis), None),
+    lambda order, axis, saved, g: (order.over(g, axis),),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverTensor:
+    """model.Undivided's functions where the mesh axis `tensor` cuts heads, feed-forward,
+    vocabulary, and the residual stream between blocks.
+
+    Contractions are split into `size` parts, whose number belongs to the run.
+    """
+
+    size: int
+    order: Order
+
+    def index(self) -> jax.Array:
+        return jax.lax.axis_index("tensor")
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        return _whole(x, self.order, "tensor")
+
+    def summed(self, x: jax.Array) -> jax.Array:
+        return _summed(x, self.order, "tensor")
+
+    def total(self, x: jax.Array) -> jax.Array:
+        return _total(x, self.order, "tensor")
+
+    def maximum(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(x, "tensor")
+
+    def part(self, x: jax.Array) -> jax.Array:
+        size = x.shape[0] // self.size
+        return jax.lax.dynamic_slice_in_dim(x, self.index() * size, size, axis=0)
+
+
+def complete_over_tensor(gradient: Any, order: Order) -> Any:
+    """Add up the gradients of parameters that tensor-parallel devices share.
+
+    Each device has the part that came through its own heads, feed-forward and vocabulary.
+    Called once all passes are added: in between, the order of sums would depend on the mesh.
+    """
+    if jax.lax.axis_size("tensor") == 1:
+        return gradient
+
+    def complete(path: jax.tree_util.KeyPath, g: jax.Array) -> jax.Array:
+        cut = "tensor" in mesh_axes(logical_axes(path, g.ndim))
+        return g if cut else order.over(g, "tensor")
+
+    return jax.tree_util.tree_map_with_path(complete, gradient)
+
+
+# --- sums over whole parameters -----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixReductions:
+    """Sums over whole parameters, of which this device may hold a slice.
+
+    A stacked leaf is N matrices, and each has its own sum: scanning must not mix layers.
+    """
+
+    order: Order
+    zero: jax.Array | int  # rounding.unknown_zero; 0 under `fast`
+
+    def sums(self, tree: Any) -> list[jax.Array]:
+        """For each leaf the sum of each of its matrices: f32[N] if stacked, else f32[1]."""
+        sliced: dict[int, jax.Array] = {}  # f32[D here, N]
+        totals: dict[int, jax.Array] = {}
+        across_tensor: set[int] = set()
+        for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+            axes = logical_axes(path, x.ndim)
+            if not axes.startswith("N"):
+                axes, x = "N" + axes, x[None]
+            sums = self.order.along_matrices(x, axes)
+            if "D" in axes:
+                sliced[place] = sums
+            else:
+                totals[place] = sums[0]
+            if "tensor" in mesh_axes(axes):
+                across_tensor.add(place)
+        if sliced:
+            # All leaves have the same D, so that one gather serves them all.
+            whole = self.order.along_width(jnp.concatenate(list(sliced.values()), axis=1))
+            ends = np.cumsum([part.shape[1] for part in sliced.values()])
+            totals |= dict(zip(sliced, jnp.split(whole, ends[:-1]), strict=True))
+        if across_tensor and jax.lax.axis_size("tensor") > 1:
+            places = sorted(across_tensor)
+            whole = self.order.over(jnp.concatenate([totals[p] for p in places]), "tensor")
+            ends = np.cumsum([totals[p].size for p in places])
+            totals |= dict(zip(places, jnp.split(whole, ends[:-1]), strict=True))
+        return [totals[place] for place in sorted(totals)]
+
+    def mean_squares(self, tree: Any) -> Any:
+        """Mean square of each matrix: f32[N, 1, ...] for a stacked leaf, f32[] for another."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        means = []
+        for (path, x), total in zip(leaves, self._sums_of_squares(tree), strict=True):
+            stacked = logical_axes(path, x.ndim).startswith("N")
+            whole = _whole_size(path, x) // (x.shape[0] if stacked else 1)
+            mean = total * (1.0 / whole)
+            means.append(mean.reshape((-1,) + (1,) * (x.ndim - 1)) if stacked else mean[0])
+        return jax.tree.unflatten(structure, means)
+
+    def norm(self, tree: Any) -> jax.Array:
+        """Euclidean norm of all leaves together, f32[]."""
+        return jnp.sqrt(fold(jnp.concatenate(self._sums_of_squares(tree))))
+
+    def num_elements(self, tree: Any) -> int:
+        """Elements of all leaves, slices on other devices included."""
+        return sum(_whole_size(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree))
+
+    def _sums_of_squares(self, tree: Any) -> list[jax.Array]:
+        return self.sums(jax.tree.map(lambda x: rounded(x * x, self.zero), tree))
+
+
+def _whole_size(path: jax.tree_util.KeyPath, x: jax.Array) -> int:
+    """Elements of a leaf of which `x` is this device's slice."""
+    cuts = [axis for axis in mesh_axes(logical_axes(path, x.ndim)) if axis is not None]
+    return x.size * int(np.prod([jax.lax.axis_size(axis) for axis in cuts], dtype=np.int64))
