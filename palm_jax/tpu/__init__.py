@@ -1,0 +1,1 @@
+"""What XLA's compiler for TPUs says of a run: topologies and ahead-of-time compilation."""
