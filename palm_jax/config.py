@@ -64,6 +64,7 @@ class Model(Section):
     qk_norm: bool = False
     isolate_documents: bool = False  # PaLM mentions no masking between packed documents
     z_loss: Annotated[float, pydantic.Field(ge=0)] = 1e-4  # weight of (log Z)^2
+    attention: Literal["xla", "splash"] = "xla"  # splash: a kernel for TPUs
     remat: Literal["none", "full", "dots", "attention"] = "none"
 
     @property

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from palm_jax.model import MASKED, UNDIVIDED, Split
+from palm_jax.attention import MASKED
+from palm_jax.model import UNDIVIDED, Split
 
 
 class LossSums(NamedTuple):

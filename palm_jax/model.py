@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from palm_jax import config
+from palm_jax import attention, config
 
 Params = dict[str, Any]
 
@@ -74,32 +74,6 @@ UNDIVIDED = Undivided()
 
 
 EPSILON = 1e-6  # of the norms, as in the authors' inference code
-# Finite, so that a row without any visible key would give numbers and not NaN.
-MASKED = -1e30
-
-
-@jax.custom_vjp
-def softmax(scores: jax.Array) -> jax.Array:
-    """Softmax over the last axis of float32 scores, written without dividing an array.
-
-    XLA may turn `x / broadcast(s)` into `x * (1 / s)`, and chooses differently for
-    different device counts; here, forward and backward, there is nothing to choose.
-    """
-    exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    return exponentials * (1.0 / jnp.sum(exponentials, axis=-1, keepdims=True))
-
-
-def _softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    probabilities = softmax(scores)
-    return probabilities, probabilities
-
-
-def _softmax_backward(probabilities: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    inner = jnp.sum(cotangent * probabilities, axis=-1, keepdims=True)
-    return (probabilities * (cotangent - inner),)
-
-
-softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -174,38 +148,6 @@ def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
     )
 
 
-def visible(documents_BL: jax.Array | None, length: int) -> jax.Array:
-    """Which keys a query may see, bool[B or 1, L, S]: its past and, if given, its document."""
-    causal_LS = np.tril(np.ones((length, length), np.bool_))[None]
-    if documents_BL is None:
-        return jnp.asarray(causal_LS)
-    return jnp.asarray(causal_LS) & (documents_BL[:, :, None] == documents_BL[:, None, :])
-
-
-def document_numbers(ids_BL: jax.Array, end_of_document: int) -> jax.Array:
-    """Number within its row of the document each token belongs to, i32[B, L].
-
-    The end-of-document token is the last one of its document.
-    """
-    ends_BL = (ids_BL == end_of_document).astype(jnp.int32)
-    return jnp.cumsum(ends_BL, axis=1) - ends_BL
-
-
-def attention(
-    query_BLHK: jax.Array, key_BSK: jax.Array, value_BSK: jax.Array, visible_BLS: jax.Array
-) -> jax.Array:
-    """Multi-query attention [B, L, H, K]: all heads share one key and one value.
-
-    The 1/sqrt(K) of the scores is already in the query. Scores and softmax are float32.
-    """
-    scores_BHLS = jnp.einsum(
-        "blhk,bsk->bhls", query_BLHK, key_BSK, preferred_element_type=jnp.float32
-    )
-    scores_BHLS = jnp.where(visible_BLS[:, None], scores_BHLS, MASKED)
-    weights_BHLS = softmax(scores_BHLS).astype(value_BSK.dtype)
-    return jnp.einsum("bhls,bsk->blhk", weights_BHLS, value_BSK)
-
-
 def _kernel(num_inputs: int) -> nn.initializers.Initializer:
     """N(0, 1/num_inputs), neither truncated nor averaged with the outputs (PaLM, section 2)."""
     return nn.initializers.normal(stddev=num_inputs**-0.5)
@@ -219,7 +161,7 @@ class Block(nn.Module):
     split: Split = UNDIVIDED
 
     @nn.compact
-    def __call__(self, x_BLd: jax.Array, visible_BLS: jax.Array) -> jax.Array:
+    def __call__(self, x_BLd: jax.Array, documents_BL: jax.Array | None) -> jax.Array:
         m, split = self.settings, self.split
         D, K = m.width, m.head_size
         H, F = m.num_heads // split.size, m.feed_forward_size // split.size  # those here
@@ -257,9 +199,11 @@ class Block(nn.Module):
         query_BLHK = rotate(query_BLHK, (cosine_LK[:, None], sine_LK[:, None])) * K**-0.5
         key_BSK = rotate(key_BSK, (cosine_LK, sine_LK))
 
-        attend = jax.checkpoint(attention) if m.remat == "attention" else attention
+        attend = functools.partial(attention.attention, kind=m.attention)
+        if m.remat == "attention" and m.attention == "xla":  # splash keeps no scores
+            attend = jax.checkpoint(attend)
         heads_BLHK = attend(
-            query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, visible_BLS
+            query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, documents_BL
         )
         attention_TD = heads_BLHK.reshape(T, H * K) @ w_attention_HKD.reshape(H * K, D)
         return x_BLd + split.summed(feed_forward_TD + attention_TD).reshape(B, L, d)
@@ -272,11 +216,12 @@ def init(key: jax.Array, settings: config.Model) -> Params:
     """
     key_embedding, key_unembedding, key_layers = jax.random.split(key, 3)
     V, D, L = settings.padded_vocabulary_size, settings.width, settings.sequence_length
-    block = Block(settings, jnp.float32)
-    x_BLD, visible_BLS = jnp.zeros((1, L, D)), visible(None, L)
+    # The kernel of splash wants a TPU and a mesh; shapes are the same without it.
+    block = Block(settings.model_copy(update={"attention": "xla"}), jnp.float32)
+    x_BLD = jnp.zeros((1, L, D))
 
     def init_layer(key: jax.Array) -> Params:
-        return dict(block.init(key, x_BLD, visible_BLS)["params"])
+        return dict(block.init(key, x_BLD, None)["params"])
 
     params: Params = {
         "embedding_VD": jax.random.normal(key_embedding, (V, D), jnp.float32),
@@ -310,17 +255,16 @@ def hidden(
         top-level leaves whole along D and in their compute format, `layers` as
         `gather_layer` wants them.
       ids_BL: token ids, below the vocabulary size.
-      documents_BL: as from `document_numbers`; given, a token sees its own document only.
+      documents_BL: as from attention.document_numbers; given, a token sees its own document only.
       gather_layer: turns one layer's stored parameters into the whole ones in their compute
         format. It is called inside the scan, so that only one layer is whole at a time.
     """
     block = Block(settings, dtype, split)
-    visible_BLS = visible(documents_BL, ids_BL.shape[1])
 
     # A plain scan rather than Linen's lifted one: the gather and its own backward rule sit
     # visibly inside it, and compile time does not grow with depth.
     def layer(x_BLd: jax.Array, stored: Params) -> tuple[jax.Array, None]:
-        return block.apply({"params": gather_layer(stored)}, x_BLd, visible_BLS), None  # type: ignore[return-value]
+        return block.apply({"params": gather_layer(stored)}, x_BLd, documents_BL), None  # type: ignore[return-value]
 
     if settings.remat in _REMAT_POLICIES:
         layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[settings.remat], prevent_cse=False)

@@ -28,18 +28,33 @@ from palm_jax.sharding import DATA_PARALLEL, logical_axes, mesh_axes
 Axes = str | tuple[str, ...]
 
 
+AT_ONCE = 16  # terms that one expression adds, so that no partial sum passes through memory
+
+
 def tree_sum(terms: jax.Array) -> jax.Array:
     """Sum over the first axis, whose size is a power of two, by a binary tree in index order.
 
-    Elementwise additions of slices, so that no compiler may choose another order.
+    Elementwise additions of slices, so that no compiler may choose another order. Floating
+    terms are added in float32.
     """
-    while terms.shape[0] > 1:
-        terms = terms[0::2] + terms[1::2]
+    wide = jnp.promote_types(terms.dtype, jnp.float32) if _is_floating(terms) else terms.dtype
+    while (size := terms.shape[0]) > 1:
+        group = min(size, AT_ONCE)
+        groups = terms.reshape(size // group, group, *terms.shape[1:])
+        parts = [groups[:, i].astype(wide) for i in range(group)]
+        while len(parts) > 1:
+            parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
+        terms = parts[0]
     return terms[0]
 
 
 def fold(terms: jax.Array) -> jax.Array:
-    """Sum over the first axis, of any size, in an order that depends on its size alone."""
+    """Sum over the first axis, of any size, in an order that depends on its size alone.
+
+    Floating terms are added in float32.
+    """
+    if _is_floating(terms):
+        terms = terms.astype(jnp.float32)
     while (size := terms.shape[0]) > 1:
         half = size // 2
         sums = terms[:half] + terms[half : 2 * half]
@@ -47,8 +62,12 @@ def fold(terms: jax.Array) -> jax.Array:
     return terms[0]
 
 
+def _is_floating(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
 def _ordered(terms: jax.Array) -> jax.Array:
-    """Sum over the first axis; by the tree, if its size allows one."""
+    """Sum over the first axis, floating terms in float32; by the tree, if its size allows one."""
     return fold(terms) if terms.shape[0] & (terms.shape[0] - 1) else tree_sum(terms)
 
 
@@ -81,10 +100,7 @@ class Canonical:
         """Sum of the devices' values along mesh axes; the same on all of them."""
         if jax.lax.axis_size(axes) == 1:
             return x
-        terms = jax.lax.all_gather(x, axes, axis=0)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            terms = terms.astype(jnp.float32)
-        return _ordered(terms).astype(x.dtype)
+        return _ordered(jax.lax.all_gather(x, axes, axis=0)).astype(x.dtype)
 
     def scatter(self, x: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
         """Sum of the devices' values along a mesh axis, of which each keeps its slice of `dim`.
@@ -94,9 +110,11 @@ class Canonical:
         """
         if (size := jax.lax.axis_size(axis)) == 1:
             return x.astype(dtype)
-        slices = jnp.stack(jnp.split(x, size, axis=dim))
-        received = jax.lax.all_to_all(slices, axis, split_axis=0, concat_axis=0)
-        return _ordered(received.astype(jnp.float32)).astype(dtype)
+        received = jax.lax.all_to_all(x, axis, split_axis=dim, concat_axis=dim, tiled=True)
+        by_sender = received.reshape(
+            *x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :]
+        )
+        return _ordered(jnp.moveaxis(by_sender, dim, 0)).astype(dtype)
 
     def stream(self, one_pass: collections.abc.Callable[[Any], Any], passes: Any) -> Any:
         """Sum of `one_pass` over the first axis of `passes`: a tree in a block, blocks in order.

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from palm_jax import config
 from palm_jax.errors import CannotDo
+from palm_jax.tpu.meshes import physical_mesh
 
 DATA_PARALLEL = ("data", "fsdp")  # device i of a pass = data index x fsdp size + fsdp index
 
@@ -44,10 +45,8 @@ def make_mesh(settings: config.Mesh) -> jax.sharding.Mesh:
             f"devices, but this machine has {len(devices)} ({devices[0].platform}); change "
             f"the mesh, or emulate it on a CPU with mesh.emulated_devices={needed}"
         )
-    # Auto axes: make_mesh's default in this JAX is Explicit, another programming model.
-    axis_types = (jax.sharding.AxisType.Auto,) * 3
-    return jax.make_mesh(
-        shape, ("data", "fsdp", "tensor"), axis_types=axis_types, devices=devices[:needed]
+    return physical_mesh(
+        devices[:needed], dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
     )
 
 

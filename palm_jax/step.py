@@ -12,7 +12,6 @@ import collections.abc
 import dataclasses
 import functools
 import hashlib
-import re
 import time
 from typing import Any, NamedTuple
 
@@ -24,10 +23,12 @@ import optax
 from jax.sharding import PartitionSpec
 
 from palm_jax import (
+    attention,
     config,
     data,
     loss,
     model,
+    modules,
     optimizer,
     precision,
     reductions,
@@ -95,7 +96,7 @@ def microbatch_losses(
     split = _split(order)
     inputs_BL, targets_BL = tokens_BL[:, :-1], tokens_BL[:, 1:]
     documents_BL = (
-        model.document_numbers(inputs_BL, end_of_document)
+        attention.document_numbers(inputs_BL, end_of_document)
         if settings.model.isolate_documents
         else None
     )
@@ -240,7 +241,7 @@ class Program:
             self.compiled[num_sequences] = CompiledStep(
                 call=executable,
                 lowered_digest=_digest_of_text(lowered.as_text()),
-                optimized_digest=_digest_of_text(_without_places(executable.as_text())),
+                optimized_digest=_digest_of_text(modules.without_places(executable.as_text())),
                 compile_seconds=time.perf_counter() - began,
             )
         return self.compiled[num_sequences].call(state, batch, controls)
@@ -267,19 +268,20 @@ def _digest_of_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _without_places(module: str) -> str:
-    """A module's text without file names, lines and stack frames."""
-    body = re.sub(r", metadata=\{[^{}]*\}", "", module)
-    tables = r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d+ .*\n)*"
-    return re.sub(tables, "", body, flags=re.MULTILINE)
-
-
 def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_document: int) -> Program:
     """Prepare (without compiling) what a run calls.
 
     Args:
       end_of_document: the corpus's id for it; used where documents are isolated.
+    Raises:
+      WrongInput, CannotDo: as attention.check.
     """
+    attention.check(
+        settings.model.attention,
+        mesh.devices.flat[0].platform,
+        settings.model.sequence_length,
+        settings.model.head_size,
+    )
     whole = optimizer.build(settings.optimizer, mean_squares=_unused)
 
     def fresh() -> TrainState:

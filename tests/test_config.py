@@ -378,6 +378,7 @@ OTHER = {
     "model.qk_norm": "true",
     "model.isolate_documents": "true",
     "model.z_loss": "0",
+    "model.attention": "splash",
     "model.remat": "full",
     "data.corpus": "elsewhere",
     "data.ramp.starts": "[0, 21]",

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palm_jax import config, loss, model, precision, sharding, step
+from palm_jax import attention, config, loss, model, precision, sharding, step
 from palm_jax.plan import flops
 
 # All sizes differ, so that no two axes can be taken for one another.
@@ -161,7 +161,7 @@ def objective(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The summed objective over IDS_BL, with hidden states and logits."""
     inputs_BL, targets_BL = jnp.asarray(IDS_BL[:, :-1]), jnp.asarray(IDS_BL[:, 1:])
-    documents_BL = model.document_numbers(inputs_BL, END) if m.isolate_documents else None
+    documents_BL = attention.document_numbers(inputs_BL, END) if m.isolate_documents else None
     hidden_BLD = model.hidden(params, inputs_BL, settings=m, dtype=dtype, documents_BL=documents_BL)
     logits_BLV = loss.logits(hidden_BLD, model.unembedding(params), m.vocabulary_size)
     sums_B = loss.sums_by_sequence(logits_BLV, targets_BL)
@@ -304,18 +304,6 @@ def test_tokens_after_a_position_get_zero_gradient_from_it():
         assert (rows_VD[position + 1 :] == 0).all()
 
 
-def test_a_document_keeps_its_end_token_and_the_next_one_starts_after_it():
-    ids_BL = jnp.array([[5, 0, 7, 0, 0, 3], [0, 1, 2, 3, 4, 0], [1, 1, 1, 1, 1, 1]])
-    expected_BL = [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
-    assert model.document_numbers(ids_BL, 0).tolist() == expected_BL
-
-
-def test_visible_keys_are_the_past_of_the_same_document():
-    assert model.visible(None, 3).astype(int).tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
-    seen = model.visible(jnp.array([[0, 0, 1], [0, 1, 1]]), 3).astype(int).tolist()
-    assert seen == [[[1, 0, 0], [1, 1, 0], [0, 0, 1]], [[1, 0, 0], [0, 1, 0], [0, 1, 1]]]
-
-
 @pytest.mark.parametrize(
     ("isolate", "policy"), [(True, "float32"), (True, "bfloat16"), (False, "float32")]
 )
@@ -343,31 +331,6 @@ def test_isolated_documents_do_not_change_each_others_logits(small, monkeypatch,
     assert before.dtype == np.float32
     assert before[:, :4].tobytes() != after[:, :4].tobytes()
     assert (before[:, 4:].tobytes() == after[:, 4:].tobytes()) == isolate
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_query_that_sees_nothing_gives_numbers_and_leaves_other_rows_alone(dtype):
-    rng = np.random.default_rng(0)
-    query, key, value = (
-        jnp.asarray(rng.normal(size=shape), dtype) for shape in ((2, 4, 2, 6), (2, 4, 6), (2, 4, 6))
-    )
-    all_seen = np.array(model.visible(jnp.zeros((2, 4), jnp.int32), 4))
-    first_blind = all_seen.copy()
-    first_blind[0] = False
-
-    @quick_jit
-    def run(visible_BLS):
-        def total(query, key, value):
-            out = model.attention(query, key, value, visible_BLS)
-            return jnp.sum(out.astype(jnp.float32) ** 2), out
-
-        return jax.grad(total, argnums=(0, 1, 2), has_aux=True)(query, key, value)
-
-    for full, blind in zip(
-        jax.tree.leaves(run(all_seen)), jax.tree.leaves(run(first_blind)), strict=True
-    ):
-        assert np.isfinite(np.asarray(blind, np.float32)).all()
-        assert np.asarray(full[1]).tobytes() == np.asarray(blind[1]).tobytes()
 
 
 # --- rotary embedding ---------------------------------------------------------------------
@@ -428,44 +391,7 @@ def test_bfloat16_activations_tell_position_256_from_257(monkeypatch):
     np.testing.assert_allclose(found[1] - found[0], difference, rtol=0, atol=0.05)
 
 
-# --- softmax, norms, embedding ------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def both_ways(softmax, scores, cotangent):
-    probabilities, backward = jax.vjp(softmax, scores)
-    return probabilities, backward(cotangent)[0]
-
-
-@given(seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.1, 3.0, 100.0]))
-@settings(max_examples=10)
-def test_softmax_is_jaxs_forwards_and_backwards(seed, spread):
-    rng = np.random.default_rng(seed)
-    scores, cotangent = (rng.normal(size=(3, 2, 7)).astype(np.float32) for _ in range(2))
-    scores *= spread
-    found, found_gradient = both_ways(model.softmax, scores, cotangent)
-    expected, expected_gradient = both_ways(jax.nn.softmax, scores, cotangent)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(found_gradient, expected_gradient, rtol=0, atol=1e-6)
-
-
-def test_softmax_gradient_is_the_slope_of_the_formula():
-    rng = np.random.default_rng(0)
-    scores, cotangent, direction = (rng.normal(size=(3, 2, 7)) for _ in range(3))
-
-    def value(scores):
-        exponentials = np.exp(scores)
-        return (exponentials / exponentials.sum(axis=-1, keepdims=True) * cotangent).sum()
-
-    slope = (value(scores + 1e-6 * direction) - value(scores - 1e-6 * direction)) / 2e-6
-    _, gradient = both_ways(model.softmax, scores.astype(np.float32), cotangent.astype(np.float32))
-    assert (np.asarray(gradient) * direction).sum() == pytest.approx(slope, abs=1e-6)
-
-
-def test_softmax_of_hidden_and_of_huge_scores_is_finite():
-    rows = jnp.array([[model.MASKED] * 3, [1e30, 0.0, -1e30], [model.MASKED, 2.0, 2.0]])
-    expected = [[1 / 3] * 3, [1, 0, 0], [0, 0.5, 0.5]]
-    np.testing.assert_allclose(model.softmax(rows), expected, rtol=1e-6)
+# --- norms, embedding ----------------------------------------------------------------------
 
 
 def divisions(jaxpr: Any) -> list[tuple[Any, Any]]:

@@ -132,9 +132,7 @@ def replay(
     number = run.last_segment() if segment is None else segment
     course = Course(settings, segments.read(run.segment(number)), corpus, device_mesh)
     history = recorded(run, number, start, stop, attempt)
-    here = environment.capture(
-        numerics=settings.numerics, mesh_shape=dict(device_mesh.shape)
-    )
+    here = environment.capture(numerics=settings.numerics, mesh_shape=dict(device_mesh.shape))
     changed: dict[str, tuple[Any, Any]] = {}
     for there in history.environments:
         changed |= environment.differences(there, here)

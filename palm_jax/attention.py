@@ -1,0 +1,172 @@
+"""Causal multi-query attention (PaLM, section 2) in two ways: all heads share one key and value.
+
+`xla` writes all scores down, [B, H, L, S]. `splash` is the Pallas kernel for TPUs that ships
+with JAX: it goes through the scores block by block and keeps none. Scores and softmax are
+float32 both ways; the bits of their results differ.
+
+Letters as in model.py. Inside `jax.shard_map`, H is the number of this device's heads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from palm_jax.errors import CannotDo, WrongInput
+
+Kind = Literal["xla", "splash"]
+# Finite, so that a row without any visible key would give numbers and not NaN.
+MASKED = -1e30
+# The kernel cuts sequences into blocks of a multiple of a TPU's 128 lanes. Heads may have any
+# size up to what fits in a v4 core's own memory in float32, in blocks of 512.
+LANES, LARGEST_BLOCK, LARGEST_HEAD = 128, 512, 256
+
+
+@jax.custom_vjp
+def softmax(scores: jax.Array) -> jax.Array:
+    """Softmax over the last axis of float32 scores, written without dividing an array.
+
+    XLA may turn `x / broadcast(s)` into `x * (1 / s)`, and chooses differently for
+    different device counts; here, forward and backward, there is nothing to choose.
+    """
+    exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    return exponentials * (1.0 / jnp.sum(exponentials, axis=-1, keepdims=True))
+
+
+def _softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    probabilities = softmax(scores)
+    return probabilities, probabilities
+
+
+def _softmax_backward(probabilities: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    inner = jnp.sum(cotangent * probabilities, axis=-1, keepdims=True)
+    return (probabilities * (cotangent - inner),)
+
+
+softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def visible(documents_BL: jax.Array | None, length: int) -> jax.Array:
+    """Which keys a query may see, bool[B or 1, L, S]: its past and, if given, its document."""
+    causal_LS = np.tril(np.ones((length, length), np.bool_))[None]
+    if documents_BL is None:
+        return jnp.asarray(causal_LS)
+    return jnp.asarray(causal_LS) & (documents_BL[:, :, None] == documents_BL[:, None, :])
+
+
+def document_numbers(ids_BL: jax.Array, end_of_document: int) -> jax.Array:
+    """Number within its row of the document each token belongs to, i32[B, L].
+
+    The end-of-document token is the last one of its document.
+    """
+    ends_BL = (ids_BL == end_of_document).astype(jnp.int32)
+    return jnp.cumsum(ends_BL, axis=1) - ends_BL
+
+
+def xla(
+    query_BLHK: jax.Array, key_BSK: jax.Array, value_BSK: jax.Array, visible_BLS: jax.Array
+) -> jax.Array:
+    """Attention [B, L, H, K] to the keys that `visible_BLS` shows; arguments as in `attention`."""
+    scores_BHLS = jnp.einsum(
+        "blhk,bsk->bhls", query_BLHK, key_BSK, preferred_element_type=jnp.float32
+    )
+    scores_BHLS = jnp.where(visible_BLS[:, None], scores_BHLS, MASKED)
+    weights_BHLS = softmax(scores_BHLS).astype(value_BSK.dtype)
+    return jnp.einsum("bhls,bsk->blhk", weights_BHLS, value_BSK)
+
+
+def block_size(length: int) -> int:
+    """The largest multiple of LANES, up to LARGEST_BLOCK, that divides the length."""
+    return max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if length % size == 0)
+
+
+def splash(
+    query_BLHK: jax.Array,
+    key_BSK: jax.Array,
+    value_BSK: jax.Array,
+    documents_BL: jax.Array | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention [B, L, H, K] by the splash kernel; arguments as in `attention`."""
+    _, length, num_heads, _ = query_BLHK.shape
+    size = block_size(length)
+    causal = splash_attention_mask.CausalMask((length, length))
+    # Built anew in every trace: it holds arrays that belong to the trace.
+    kernel = splash_attention_kernel.make_splash_mqa_single_device(
+        splash_attention_mask.MultiHeadMask([causal] * num_heads),
+        # The query's gradient has a kernel of its own, which adds in float32. The fused one
+        # writes a copy of that gradient for each block of keys, rounded to the compute format.
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=size,
+            block_kv=size,
+            block_q_dkv=size,
+            block_kv_dkv=size,
+            block_q_dq=size,
+            block_kv_dq=size,
+        ),
+        interpret=interpret,
+    )
+    segments = (
+        None
+        if documents_BL is None
+        else splash_attention_kernel.SegmentIds(q=documents_BL, kv=documents_BL)
+    )
+    # The kernel takes one sequence, heads first.
+    heads_BHLK = jax.vmap(kernel)(query_BLHK.swapaxes(1, 2), key_BSK, value_BSK, segments)
+    return heads_BHLK.swapaxes(1, 2)
+
+
+def attention(
+    query_BLHK: jax.Array,
+    key_BSK: jax.Array,
+    value_BSK: jax.Array,
+    documents_BL: jax.Array | None,
+    *,
+    kind: Kind,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal multi-query attention [B, L, H, K], in the format of the inputs.
+
+    Args:
+      query_BLHK: the 1/sqrt(K) of the scores is already in it.
+      key_BSK, value_BSK: in the query's format.
+      documents_BL: as from `document_numbers`; given, a token sees its own document only.
+      kind: `splash` must run where all mesh axes are manual: XLA cannot cut a kernel.
+      interpret: of `splash`: emulate the kernel, on any platform and slowly, for tests.
+    """
+    if kind == "splash":
+        return splash(query_BLHK, key_BSK, value_BSK, documents_BL, interpret)
+    return xla(query_BLHK, key_BSK, value_BSK, visible(documents_BL, query_BLHK.shape[1]))
+
+
+def check(kind: Kind, platform: str, sequence_length: int, head_size: int) -> None:
+    """Refuse a kind of attention that cannot be computed.
+
+    Raises:
+      WrongInput: a size that the kernel cannot take.
+      CannotDo: the kernel is for TPUs, and `platform` (of the mesh's devices) is another.
+    """
+    if kind != "splash":
+        return
+    if sequence_length % LANES:
+        raise WrongInput(
+            f"model.sequence_length={sequence_length} must be a multiple of {LANES} with "
+            "model.attention=splash; change it, or set model.attention=xla"
+        )
+    if head_size > LARGEST_HEAD:
+        raise WrongInput(
+            f"model.head_size={head_size} must be at most {LARGEST_HEAD} with "
+            "model.attention=splash; change it, or set model.attention=xla"
+        )
+    if platform != "tpu":
+        raise CannotDo(
+            f"model.attention=splash is a kernel for TPUs, and the devices here are {platform}; "
+            "set model.attention=xla"
+        )
