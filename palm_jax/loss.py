@@ -125,6 +125,76 @@ def sums_by_sequence(
     )
 
 
+def _chunk_sums(  # type: ignore[no-untyped-def]
+    hidden_BLD, unembedding_VD, targets_BL, weights_BL, vocabulary_size, split
+) -> LossSums:
+    scores_BLV = logits(hidden_BLD, unembedding_VD, vocabulary_size, split)
+    return sums_by_sequence(scores_BLV, targets_BL, weights_BL, split)
+
+
+def _chunks(x_BL: jax.Array, length: int) -> jax.Array:
+    """[B, L, ...] -> [chunks, B, length, ...]."""
+    B, L = x_BL.shape[:2]
+    return x_BL.reshape(B, L // length, length, *x_BL.shape[2:]).swapaxes(0, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def chunked_sums(
+    hidden_BLD: jax.Array,
+    unembedding_VD: jax.Array,
+    targets_BL: jax.Array,
+    weights_BL: jax.Array,
+    vocabulary_size: int,
+    split: Split,
+    length: int,
+) -> LossSums:
+    """`sums_by_sequence` of the logits, of which only `length` positions exist at once.
+
+    Chunks are added from first to last. The backward pass computes each chunk's logits again;
+    the table's gradient is added up in float32 whatever its type.
+    """
+
+    def add(total: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        hidden, targets, weights = chunk
+        sums = _chunk_sums(hidden, unembedding_VD, targets, weights, vocabulary_size, split)
+        return jax.tree.map(jnp.add, total, sums), None
+
+    chunks = tuple(_chunks(x, length) for x in (hidden_BLD, targets_BL, weights_BL))
+    zeros_B = jnp.zeros(targets_BL.shape[:1], jnp.float32)
+    none = LossSums(zeros_B, zeros_B, zeros_B, zeros_B.astype(jnp.int32))
+    return jax.lax.scan(add, none, chunks)[0]
+
+
+def _chunked_forward(  # type: ignore[no-untyped-def]
+    hidden_BLD, unembedding_VD, targets_BL, weights_BL, vocabulary_size, split, length
+):
+    arrays = hidden_BLD, unembedding_VD, targets_BL, weights_BL
+    return chunked_sums(*arrays, vocabulary_size, split, length), arrays
+
+
+def _chunked_backward(vocabulary_size, split, length, saved, cotangents):  # type: ignore[no-untyped-def]
+    hidden_BLD, unembedding_VD, targets_BL, weights_BL = saved
+
+    def pull(gradient_VD, chunk):  # type: ignore[no-untyped-def]
+        hidden, targets, weights = chunk
+        _, backward = jax.vjp(
+            lambda h, table: _chunk_sums(h, table, targets, weights, vocabulary_size, split),
+            hidden,
+            unembedding_VD,
+        )
+        hidden_gradient, chunk_gradient_VD = backward(cotangents)
+        return gradient_VD + chunk_gradient_VD.astype(jnp.float32), hidden_gradient
+
+    chunks = tuple(_chunks(x, length) for x in (hidden_BLD, targets_BL, weights_BL))
+    zeros_VD = jnp.zeros(unembedding_VD.shape, jnp.float32)
+    gradient_VD, gradients = jax.lax.scan(pull, zeros_VD, chunks)
+    hidden_gradient_BLD = gradients.swapaxes(0, 1).reshape(hidden_BLD.shape)
+    return hidden_gradient_BLD, gradient_VD.astype(unembedding_VD.dtype), None, None
+
+
+chunked_sums.defvjp(_chunked_forward, _chunked_backward)
+
+
 def objective(sums: LossSums, z_weight: float) -> jax.Array:
     """What is differentiated: cross-entropy plus weighted z-loss, still a sum."""
     return sums.cross_entropy + z_weight * sums.z

@@ -199,7 +199,7 @@ class Block(nn.Module):
         query_BLHK = rotate(query_BLHK, (cosine_LK[:, None], sine_LK[:, None])) * K**-0.5
         key_BSK = rotate(key_BSK, (cosine_LK, sine_LK))
 
-        attend = functools.partial(attention.attention, kind=m.attention)
+        attend: Any = functools.partial(attention.attention, kind=m.attention)
         if m.remat == "attention" and m.attention == "xla":  # splash keeps no scores
             attend = jax.checkpoint(attend)
         heads_BLHK = attend(
@@ -245,7 +245,7 @@ def hidden(
     settings: config.Model,
     dtype: jnp.dtype,
     documents_BL: jax.Array | None = None,
-    gather_layer: collections.abc.Callable[[Params], Params] = lambda layer: layer,
+    gather_layer: collections.abc.Callable[[Any], Params] = lambda layer: layer,
     split: Split = UNDIVIDED,
 ) -> jax.Array:
     """The residual stream after the last layer and the final, scale-less norm, [B, L, d].
@@ -263,7 +263,7 @@ def hidden(
 
     # A plain scan rather than Linen's lifted one: the gather and its own backward rule sit
     # visibly inside it, and compile time does not grow with depth.
-    def layer(x_BLd: jax.Array, stored: Params) -> tuple[jax.Array, None]:
+    def layer(x_BLd: jax.Array, stored: Any) -> tuple[jax.Array, None]:
         return block.apply({"params": gather_layer(stored)}, x_BLd, documents_BL), None  # type: ignore[return-value]
 
     if settings.remat in _REMAT_POLICIES:

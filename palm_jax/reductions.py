@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from palm_jax import config
+from palm_jax.record import digests
 from palm_jax.rounding import rounded
 from palm_jax.sharding import DATA_PARALLEL, logical_axes, mesh_axes
 
@@ -190,12 +191,18 @@ def order_of(numerics: config.Numerics) -> Order:
 # --- a parameter's gather, and the sum of its gradient ------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather(shard: jax.Array, dim: int | None, dtype: Any, order: Order) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def gather(
+    shard: jax.Array, probe: jax.Array | None, dim: int | None, dtype: Any, order: Order
+) -> jax.Array:
     """A parameter made whole along D in its compute format, from this device's slice.
 
     Its backward rule is the one home of the gradient's sum over data-parallel devices. Where
     `dim` is None the parameter has no D, and is whole on each device.
+
+    Args:
+      probe: if given, f32[4] that is not used; its "gradient" are the words of `probed`, taken
+        of this device's own gradient before it is added to the others'.
     """
     value = shard.astype(dtype)
     if dim is None or jax.lax.axis_size("fsdp") == 1:
@@ -204,21 +211,53 @@ def gather(shard: jax.Array, dim: int | None, dtype: Any, order: Order) -> jax.A
 
 
 def _gather_forward(
-    shard: jax.Array, dim: int | None, dtype: Any, order: Order
-) -> tuple[jax.Array, None]:
-    return gather(shard, dim, dtype, order), None
+    shard: jax.Array, probe: jax.Array | None, dim: int | None, dtype: Any, order: Order
+) -> tuple[jax.Array, bool]:
+    return gather(shard, probe, dim, dtype, order), probe is not None
 
 
 def _gather_backward(
-    dim: int | None, dtype: Any, order: Order, saved: None, gradient: jax.Array
-) -> tuple[jax.Array]:
+    dim: int | None, dtype: Any, order: Order, is_probed: bool, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    words = _digest_as_floats(gradient) if is_probed else None
     if dim is None:
-        return (order.over(gradient.astype(jnp.float32), DATA_PARALLEL),)
+        return order.over(gradient.astype(jnp.float32), DATA_PARALLEL), words
     # Neighbours in a pass differ in their fsdp index first, so `data` is the upper tree.
-    return (order.over(order.scatter(gradient, "fsdp", dim, jnp.float32), "data"),)
+    return order.over(order.scatter(gradient, "fsdp", dim, jnp.float32), "data"), words
 
 
 gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _digest_as_floats(gradient: jax.Array) -> jax.Array:
+    """A leaf's digest as four numbers below 2^16, which float32 holds exactly: f32[4]."""
+    (words,) = digests.leaf_digests(gradient.astype(jnp.float32)).values()
+    return jnp.stack([words >> 16, words & 0xFFFF], axis=-1).reshape(4).astype(jnp.float32)
+
+
+def probes_for(params: Any) -> Any:
+    """A probe for every gather of a tree of parameters: f32[4], or f32[N, 4] if stacked."""
+
+    def probe(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
+        stacked = logical_axes(path, x.ndim).startswith("N")
+        return jnp.zeros((x.shape[0], 4) if stacked else 4, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(probe, params)
+
+
+def probed(probes: Any) -> jax.Array:
+    """The digest u32[2] of a whole gradient, from the probes' own gradients."""
+    named = digests.named_leaves(probes)
+    whole = jnp.zeros(2, jnp.uint32)
+    for path, halves in sorted(named.items()):
+        pairs = halves.reshape(-1, 2, 2).astype(jnp.uint32)
+        words = (pairs[..., 0] << 16) | pairs[..., 1]  # u32[N or 1, 2]
+        whole += digests.mixed_with_place(words, path)
+    if (size := jax.lax.axis_size("tensor")) == 1:
+        return whole
+    # Tensor-parallel devices have parts of one microbatch's gradient.
+    parts = jax.lax.all_gather(whole, "tensor", axis=0)
+    return digests.mixed_with_place(parts, f"{size} parts")
 
 
 # --- tensor parallelism -------------------------------------------------------------------

@@ -62,13 +62,16 @@ def controls(rate_scale: float = 1.0, skip_above: float = np.inf) -> Controls:
     return Controls(jnp.float32(rate_scale), jnp.float32(skip_above))
 
 
-def _gather(params: model.Params, dtype: jnp.dtype, order: reductions.Order) -> model.Params:
+def _gather(
+    params: model.Params, probes: model.Params | None, dtype: jnp.dtype, order: reductions.Order
+) -> model.Params:
     """Stored slices of top-level parameters, or of one layer's, made whole along D."""
     whole = {}
     for name, shard in params.items():
         dim = name.rpartition("_")[2].find("D")
         compute = precision.parameter_compute_dtype(name, dtype)
-        whole[name] = reductions.gather(shard, None if dim < 0 else dim, compute, order)
+        probe = None if probes is None else probes[name]
+        whole[name] = reductions.gather(shard, probe, None if dim < 0 else dim, compute, order)
     return whole
 
 
@@ -83,6 +86,7 @@ def microbatch_losses(
     weights_B: jax.Array | None,
     settings: config.Config,
     end_of_document: int,
+    probes: model.Params | None = None,
 ) -> loss.LossSums:
     """LossSums of each of a microbatch's sequences [B], from this device's slices.
 
@@ -90,6 +94,7 @@ def microbatch_losses(
       params: slices as stored; must run where the mesh axes are bound.
       tokens_BL: i32[B, L+1]; position t predicts token t + 1 of its own row.
       weights_B: bool; false for rows that only pad a microbatch.
+      probes: as from reductions.probes_for, where gradients are to be digested.
     """
     dtype = precision.compute_dtype(settings.precision)
     order = reductions.order_of(settings.numerics)
@@ -101,49 +106,71 @@ def microbatch_losses(
         else None
     )
     top = {name: leaf for name, leaf in params.items() if name != "layers"}
-    whole = _gather(top, dtype, order) | {"layers": params["layers"]}
+    whole = _gather(top, probes, dtype, order)
+    whole["layers"] = params["layers"], None if probes is None else probes["layers"]
     hidden_BLd = model.hidden(
         whole,
         inputs_BL,
         settings=settings.model,
         dtype=dtype,
         documents_BL=documents_BL,
-        gather_layer=lambda layer: _gather(layer, dtype, order),
+        gather_layer=lambda stored: _gather(stored[0], stored[1], dtype, order),
         split=split,
     )
-    logits_BLV = loss.logits(
-        split.whole(hidden_BLd), model.unembedding(whole), settings.model.vocabulary_size, split
-    )
+    hidden_BLD, table_VD = split.whole(hidden_BLd), model.unembedding(whole)
+    vocabulary_size, chunk = settings.model.vocabulary_size, settings.numerics.loss_chunk
     weights_BL = (
         None if weights_B is None else jnp.broadcast_to(weights_B[:, None], targets_BL.shape)
     )
+    if chunk is not None:
+        if weights_BL is None:
+            weights_BL = jnp.ones(targets_BL.shape, jnp.bool_)
+        return loss.chunked_sums(
+            hidden_BLD, table_VD, targets_BL, weights_BL, vocabulary_size, split, chunk
+        )
+    logits_BLV = loss.logits(hidden_BLD, table_VD, vocabulary_size, split)
     return loss.sums_by_sequence(logits_BLV, targets_BL, weights_BL, split)
 
 
 def gradients(
     params: model.Params, tokens: jax.Array, settings: config.Config, end_of_document: int
-) -> tuple[model.Params, loss.LossSums]:
+) -> tuple[model.Params, loss.LossSums, jax.Array | None]:
     """Gradient of the summed objective, and LossSums of the whole batch.
 
     Args:
       params: this device's slices.
       tokens: i32[passes, 1, microbatch, L+1], this device's microbatch of each pass.
     Returns:
-      Gradients in the layout of `params`, float32; sums as scalars. Not yet divided.
+      Gradients in the layout of `params`, float32; sums as scalars; neither yet divided. Then,
+      if log.microbatch_digests, u32[microbatches, 2]: the digest of each one's own gradient.
     """
     order = reductions.order_of(settings.numerics)
+    probes = reductions.probes_for(params) if settings.log.microbatch_digests else None
+    num_passes, width = tokens.shape[0], jax.lax.axis_size(sharding.DATA_PARALLEL)
 
-    def objective(params: model.Params, tokens_BL: jax.Array) -> tuple[jax.Array, loss.LossSums]:
-        by_sequence = microbatch_losses(params, tokens_BL, None, settings, end_of_document)
+    def objective(
+        params: model.Params, probes: Any, tokens_BL: jax.Array
+    ) -> tuple[jax.Array, loss.LossSums]:
+        by_sequence = microbatch_losses(params, tokens_BL, None, settings, end_of_document, probes)
         sums = jax.tree.map(functools.partial(jnp.sum, axis=0), by_sequence)
         return loss.objective(sums, settings.model.z_loss), sums
 
-    def one_pass(tokens: jax.Array) -> tuple[model.Params, loss.LossSums]:
-        gradient, sums = jax.grad(objective, has_aux=True)(params, tokens[0])
-        return gradient, jax.tree.map(lambda x: order.over(x, sharding.DATA_PARALLEL), sums)
+    def one_pass(one: tuple[jax.Array, jax.Array]) -> Any:
+        tokens, number = one
+        (gradient, words), sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(
+            params, probes, tokens[0]
+        )
+        # Beside the gradient, whose sum over devices is in its gathers, sums of numbers.
+        beside: Any = sums
+        if probes is not None:
+            place = number * width + jax.lax.axis_index(sharding.DATA_PARALLEL)
+            none = jnp.zeros((num_passes * width, 2), jnp.uint32)
+            beside = sums, none.at[place].set(reductions.probed(words))
+        return gradient, jax.tree.map(lambda x: order.over(x, sharding.DATA_PARALLEL), beside)
 
-    gradient, sums = order.stream(one_pass, tokens)
-    return reductions.complete_over_tensor(gradient, order), sums
+    gradient, beside = order.stream(one_pass, (tokens, jnp.arange(num_passes)))
+    sums, digests = beside if probes is not None else (beside, None)
+    return reductions.complete_over_tensor(gradient, order), sums, digests
 
 
 def train_step(
@@ -164,7 +191,7 @@ def train_step(
     matrices = reductions.MatrixReductions(order, zero)
     rule = optimizer.build(settings.optimizer, matrices.mean_squares)
 
-    gradient, sums = gradients(state.params, tokens, settings, end_of_document)
+    gradient, sums, microbatch_digests = gradients(state.params, tokens, settings, end_of_document)
     per_target = 1.0 / sums.targets.astype(jnp.float32)
     gradient = jax.tree.map(lambda g: g * per_target, gradient)
     gradient_norm = matrices.norm(gradient)
@@ -200,6 +227,8 @@ def train_step(
         "schedule_step": state.schedule_step,
         "targets": sums.targets,
     }
+    if microbatch_digests is not None:
+        vitals["microbatch_digests"] = microbatch_digests
     return after.replace(step=state.step + 1), vitals  # type: ignore[attr-defined]
 
 

@@ -331,3 +331,60 @@ def test_the_target_of_a_position_is_the_next_token_of_its_own_row(small, monkey
     assert sums_B.targets.tolist() == [3, 0]
     assert sums_B.cross_entropy[0] > 0
     assert sums_B.cross_entropy[1] == 0
+
+
+# --- in chunks ---
+
+
+def chunk_inputs(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    hidden, table = rng.standard_normal((2, 12, 8)), rng.standard_normal((20, 8))
+    targets = rng.integers(0, 17, (2, 12)).astype(np.int32)
+    weights = rng.random((2, 12)) < 0.8
+    return hidden.astype(np.float32), table.astype(np.float32), targets, weights
+
+
+@pytest.mark.parametrize("length", [1, 4, 12])
+def test_chunked_sums_and_gradients_are_those_of_all_logits_at_once(length):
+    hidden, table, targets, weights = chunk_inputs()
+
+    def whole(hidden, table):
+        sums = loss.sums_by_sequence(loss.logits(hidden, table, 17), targets, weights)
+        return loss.objective(jax.tree.map(jnp.sum, sums), 1e-2), sums
+
+    def chunked(hidden, table):
+        sums = loss.chunked_sums(hidden, table, targets, weights, 17, model.UNDIVIDED, length)
+        return loss.objective(jax.tree.map(jnp.sum, sums), 1e-2), sums
+
+    gradients = [
+        jax.jit(jax.grad(way, argnums=(0, 1), has_aux=True))(hidden, table)
+        for way in (whole, chunked)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, gradients), strict=True):
+        # 1e-5: the same terms in another order.
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_chunked_sums_never_hold_all_logits():
+    hidden, table, targets, weights = chunk_inputs()
+
+    def objective(hidden, table):
+        sums = loss.chunked_sums(hidden, table, targets, weights, 17, model.UNDIVIDED, 3)
+        return jnp.sum(sums.cross_entropy)
+
+    text = jax.jit(jax.grad(objective, argnums=(0, 1))).lower(hidden, table).as_text()
+    assert "2x3x20xf32" in text
+    assert "2x12x20xf32" not in text
+
+
+def test_step_with_chunks_is_close_to_the_step_without(small):
+    found = []
+    for chunk in (None, 2):
+        settings = small(**{"numerics.loss_chunk": chunk, "precision.policy": "bfloat16"})
+        program = step.make_program(settings, sharding.make_mesh(settings.mesh), 256)
+        tokens = np.random.default_rng(1).integers(0, 257, (8, 9)).astype(np.int32)
+        _, vitals = program.step(program.init(), program.put(tokens), step.controls())
+        found.append(jax.device_get(vitals))
+    np.testing.assert_allclose(found[0]["loss"], found[1]["loss"], rtol=1e-6)
+    # A chunk's part of the table's gradient is rounded to bfloat16 by itself.
+    np.testing.assert_allclose(found[0]["gradient_norm"], found[1]["gradient_norm"], rtol=2e-3)

@@ -109,7 +109,9 @@ def test_gradient_of_gather_is_the_tree_of_every_devices_gradient(data, fsdp, ax
 
     def body(shard, factor):
         return jax.grad(
-            lambda p: jnp.sum(reductions.gather(p, axis, jnp.dtype(jnp.float32), EIGHT) * factor[0])
+            lambda p: jnp.sum(
+                reductions.gather(p, None, axis, jnp.dtype(jnp.float32), EIGHT) * factor[0]
+            )
         )(shard)
 
     layout = PartitionSpec(*("fsdp" if dim == axis else None for dim in range(2)))
@@ -124,7 +126,7 @@ def test_gather_makes_the_parameter_whole_in_its_compute_format(data, fsdp):
     whole = uneven((16, 8), 3)
 
     def body(shard):
-        return reductions.gather(shard, 0, jnp.dtype(jnp.bfloat16), EIGHT)
+        return reductions.gather(shard, None, 0, jnp.dtype(jnp.bfloat16), EIGHT)
 
     gathered = on_mesh(mesh_of(data, fsdp), body, PartitionSpec("fsdp"), PartitionSpec())(whole)
     assert gathered.dtype == jnp.bfloat16

@@ -109,9 +109,16 @@ def _print_comparison(comparison: Any) -> None:
     first = comparison.first_difference
     if first is not None:
         print(
-            f"first difference: step {first.step}, {first.field}: recorded {first.recorded}, "
-            f"replayed {first.replayed}"
+            f"first difference: step {first.step}, {first.field}: recorded "
+            f"{_short(first.recorded)}, replayed {_short(first.replayed)}"
         )
+        for part in first.microbatches[:10]:
+            print(
+                f"  microbatch {part.number} (lane {part.lane}) has another gradient; the run "
+                f"computed it on data-parallel device {part.device}, in process {part.process}"
+            )
+        if len(first.microbatches) > 10:
+            print(f"  and {len(first.microbatches) - 10} more")
     verdict = "identical" if comparison.identical else "DIFFERENT"
     digests = comparison.compared_digests
     states = f", and the state digest of checkpoints {', '.join(map(str, digests))}"
@@ -119,6 +126,10 @@ def _print_comparison(comparison: Any) -> None:
         f"{verdict}: {comparison.compared_steps} steps x {len(comparison.fields)} fields compared"
         + (states if digests else "")
     )
+
+
+def _short(value: Any) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list) else str(value)
 
 
 def bundle(

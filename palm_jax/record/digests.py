@@ -142,6 +142,20 @@ def leaf_digests(tree: Any) -> dict[str, jax.Array]:
     return words
 
 
+def mixed_with_place(words: jax.Array, name: str) -> jax.Array:
+    """Sum modulo 2^32 of words u32[n, 2], each mixed with its index and a name: u32[2].
+
+    Joins digests of parts into one of the whole. Pure; call it inside or outside of jit.
+    """
+    seed = np.uint32(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))
+    index = jnp.arange(words.shape[0], dtype=jnp.uint32)
+    sums = [
+        jnp.sum(mix(mix(index ^ seed ^ np.uint32(mix.seed)) ^ words[:, word]), dtype=jnp.uint32)
+        for word, mix in enumerate(_MIXERS)
+    ]
+    return jnp.stack(sums)
+
+
 @functools.lru_cache(maxsize=8)
 def _compiled(mesh: Mesh | None) -> Callable[[Any], dict[str, jax.Array]]:
     # Replicated, so that every process of a multi-host run can read the words.

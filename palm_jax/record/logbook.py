@@ -353,10 +353,27 @@ class History:
         return None if found is None else found[1]
 
 
-def compare_bits(first: Mapping[str, Any], again: Mapping[str, Any]) -> str | None:
-    """Name of the first field that differs or that one of the two lacks; None if all agree."""
+# A field that the setting log.microbatch_digests switches on and off: compared where both have it.
+MICROBATCH_DIGESTS = "microbatch_digests"
+
+
+def differing_fields(first: Mapping[str, Any], again: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the fields that differ or that one of the two lacks, in the order of `first`."""
     missing = object()
-    for field in (*first, *(field for field in again if field not in first)):
-        if first.get(field, missing) != again.get(field, missing):
-            return field
-    return None
+    return tuple(
+        field
+        for field in dict.fromkeys([*first, *again])
+        if first.get(field, missing) != again.get(field, missing)
+        and not (field == MICROBATCH_DIGESTS and not (field in first and field in again))
+    )
+
+
+def compare_bits(first: Mapping[str, Any], again: Mapping[str, Any]) -> str | None:
+    """Name of the first of `differing_fields`; None if all agree."""
+    return next(iter(differing_fields(first, again)), None)
+
+
+def differing_microbatches(first: Mapping[str, Any], again: Mapping[str, Any]) -> list[int]:
+    """Which microbatches of a step had other gradients, where both records can tell."""
+    both = first.get(MICROBATCH_DIGESTS, ()), again.get(MICROBATCH_DIGESTS, ())
+    return [number for number, (one, other) in enumerate(zip(*both, strict=False)) if one != other]

@@ -23,7 +23,7 @@ class ProgramRecorder:
     ) -> None:
         self.segment, self.book, self.allow_change = segment, book, allow_change
         self._noted: set[tuple[int, int]] = set()
-        self._before: dict[tuple[Any, ...], str] = {}
+        self._before: dict[tuple[str, ...], str] = {}
         for record in logbook.scan(run.path):
             if isinstance(record, dict) and record["event"] == "program":
                 self._before[_key(record)] = record["lowered_digest"]
@@ -46,6 +46,7 @@ class ProgramRecorder:
                 "batch_size": batch_size,
                 "fingerprint": fingerprint,
                 "mesh": list(program.mesh.devices.shape),
+                "microbatch_digests": program.settings.log.microbatch_digests,
                 "lowered_digest": compiled.lowered_digest,
                 "optimized_digest": compiled.optimized_digest,
             }
@@ -62,5 +63,6 @@ class ProgramRecorder:
         return seconds
 
 
-def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-    return record["fingerprint"], record["batch_size"], tuple(record["mesh"])
+def _key(record: dict[str, Any]) -> tuple[str, ...]:
+    names = ("fingerprint", "batch_size", "mesh", "microbatch_digests")
+    return tuple(str(record[name]) for name in names)

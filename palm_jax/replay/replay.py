@@ -18,6 +18,16 @@ from palm_jax.replay import states
 
 
 @dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """One microbatch of a step, and where the recorded run computed it."""
+
+    number: int  # in its batch
+    lane: int
+    device: int  # among the data-parallel ones
+    process: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Difference:
     """The first field that came out otherwise."""
 
@@ -25,6 +35,8 @@ class Difference:
     field: str
     recorded: Any
     replayed: Any
+    # Those whose own gradients differ, where the run recorded digests of them.
+    microbatches: tuple[Microbatch, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,16 +170,21 @@ def replay(
         for (step, batch, _), digest, computed in zip(pending, whole, vitals, strict=True):
             again = logbook.exact_bits(computed_fields(settings, batch, digest, computed))
             before = history.bits[step]
-            differing = tuple(
-                name
-                for name in dict.fromkeys([*before, *again])
-                if before.get(name) != again.get(name)
-            )
+            differing = logbook.differing_fields(before, again)
             fields.update(dict.fromkeys(before))
             table.append((step, len(before), differing))
             if differing and first is None:
                 name = differing[0]
-                first = Difference(step, name, before.get(name), again.get(name))
+                first = Difference(
+                    step,
+                    name,
+                    before.get(name),
+                    again.get(name),
+                    tuple(
+                        _located(number, settings.numerics.lanes, history.environments[-1])
+                        for number in logbook.differing_microbatches(before, again)
+                    ),
+                )
         pending.clear()
 
     began = None if found.from_checkpoint is None else history.state_digests.get(found.step)
@@ -204,6 +221,14 @@ def replay(
         damaged_checkpoints=found.damaged,
         compared_digests=tuple(compared_digests),
         rows=tuple(table),
+    )
+
+
+def _located(number: int, lanes: int, environment: dict[str, Any]) -> Microbatch:
+    width = environment["mesh.data"] * environment["mesh.fsdp"]
+    device = number % width
+    return Microbatch(
+        number, number % lanes, device, device * environment["process_count"] // width
     )
 
 
