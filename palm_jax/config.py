@@ -176,6 +176,8 @@ class Numerics(Section):
     lanes: PositiveInt = 8  # the largest data-parallel width the run is meant for
     # "canonical": sums in one order whatever the data-parallel mesh. "fast": in XLA's.
     reduction: Literal["canonical", "fast"] = "canonical"
+    # Positions of a sequence whose logits exist at once; null: all of them.
+    loss_chunk: PositiveInt | None = None
     # Size of the pool of threads by which XLA:CPU splits contractions.
     threads: Annotated[int, pydantic.Field(gt=0, le=1024)] = 8
 
@@ -210,8 +212,28 @@ class Eval(Section):
 
 class Log(Section):
     every: PositiveInt = 10  # steps between flushes of the logbook
+    # Of each microbatch's own gradient: names the lane, and so the host, where runs part.
+    microbatch_digests: bool = False
     tensorboard: bool = True
     peak_flops: PositiveFloat | None = None  # FLOP/s of one device, where it is not known
+    profile: str | None = None  # "A:B": a profiler's trace of steps A to B - 1
+
+    @property
+    def profile_steps(self) -> tuple[int, int] | None:
+        """`profile` as numbers."""
+        if self.profile is None:
+            return None
+        start, _, stop = self.profile.partition(":")
+        return int(start), int(stop)
+
+    @pydantic.field_validator("profile")
+    @classmethod
+    def _profile_is_an_interval(cls, profile: str | None) -> str | None:
+        if profile is not None:
+            found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", profile)
+            if found is None or int(found[1]) >= int(found[2]):
+                raise ValueError(f"{profile!r} must be A:B with whole numbers, 0 <= A < B")
+        return profile
 
 
 class Config(Section):
@@ -245,6 +267,12 @@ class Config(Section):
                 f"mesh.data x mesh.fsdp = {mesh.data} x {mesh.fsdp} = {mesh.data_parallel} must "
                 f"divide numerics.lanes={numerics.lanes}"
             )
+        chunk = numerics.loss_chunk
+        if chunk is not None and model.sequence_length % chunk:
+            raise ValueError(
+                f"numerics.loss_chunk={chunk} must divide model.sequence_length="
+                f"{model.sequence_length}"
+            )
         if model.width % numerics.lanes:
             raise ValueError(
                 f"model.width={model.width} must be a multiple of numerics.lanes={numerics.lanes}: "
@@ -254,6 +282,7 @@ class Config(Section):
             ("model.num_heads", model.num_heads),
             ("model.feed_forward", model.feed_forward_size),
             ("the padded model.vocabulary_size", model.padded_vocabulary_size),
+            ("model.width", model.width),
         ):
             if size % mesh.tensor:
                 raise ValueError(f"{setting} = {size} does not divide by mesh.tensor={mesh.tensor}")

@@ -12,6 +12,9 @@ import rich.table
 
 from palm_jax.errors import CannotDo
 
+# Of a step's time; below it, waiting for batches is not worth a word.
+MUCH_WAITING = 0.1
+
 
 class _Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
@@ -50,6 +53,7 @@ class TrainingProgress:
             "step": self._step,
             "evaluation": self._evaluation,
             "checkpoint": self._checkpoint,
+            "profile": self._profile,
             "stop": self._stop,
         }
         show[event](fields)
@@ -127,6 +131,13 @@ class TrainingProgress:
             parts.append(f"MFU {fields['model_flops_utilisation']:.1%}")
         else:
             parts.append(f"{fields['model_flops_per_second'] / 1e9:,.1f} model GFLOP/s")
+        if "device_bytes_peak" in fields:
+            parts.append(_memory(fields["device_bytes_peak"], fields.get("device_bytes_limit")))
+        if fields["input_wait_seconds"] > MUCH_WAITING * fields["step_seconds"]:
+            share = fields["input_wait_seconds"] / fields["step_seconds"]
+            parts.append(f"waits for input {share:.0%}")
+            if "input_wait_process" in fields:
+                parts[-1] += f" in process {fields['input_wait_process']}"
         if not fields["applied"]:
             parts.append("update SKIPPED")
         return "  ".join(parts)
@@ -141,12 +152,22 @@ class TrainingProgress:
     def _checkpoint(self, fields: dict[str, Any]) -> None:
         self._print(f"checkpoint {fields['step']}, state digest {fields['state_digest']}")
 
+    def _profile(self, fields: dict[str, Any]) -> None:
+        first, stop, asked = fields["step"], fields["stop_step"], fields["asked"]
+        part = "" if asked == f"{first}:{stop}" else f", which is what this start made of {asked}"
+        self._print(f"profile of steps {first}:{stop}{part} in {fields['folder']}")
+
     def _stop(self, fields: dict[str, Any]) -> None:
         if fields["signal"] is not None and fields["step"] < self.steps:
             self._print(
                 f"stopped by {fields['signal']} after step {fields['step']}, which is saved; "
                 "the same command continues"
             )
+
+
+def _memory(peak: int, limit: int | None) -> str:
+    of = "" if limit is None else f" of {limit / 2**30:.1f}"
+    return f"{peak / 2**30:.1f}{of} GiB at most on a device"
 
 
 def _duration(seconds: float) -> str:

@@ -38,6 +38,14 @@ def whole_digests(parts: collections.abc.Sequence[str]) -> list[str]:
     ]
 
 
+def by_process(number: float) -> list[float]:
+    """Every process's number, in float32 if there are several; the same answer in all of them."""
+    if jax.process_count() == 1:
+        return [number]
+    gathered = multihost_utils.process_allgather(np.array([number], np.float32))
+    return [float(each) for each in np.asarray(gathered).ravel()]
+
+
 def agreed(reason: str | None) -> str | None:
     """A reason to stop that any process has; the same answer in all of them."""
     if jax.process_count() == 1:

@@ -22,6 +22,7 @@ from palm_jax.plan import flops
 from palm_jax.record import checkpoints as checkpoint_store
 from palm_jax.record import digests, environment, folder, logbook, segments
 from palm_jax.record.checkpoints import Checkpoints
+from palm_jax.record.profile import StepTrace
 from palm_jax.record.programs import ProgramRecorder
 from palm_jax.record.steps import StepRecorder, Tell
 from palm_jax.replay import states
@@ -143,11 +144,14 @@ def train(
         programs = ProgramRecorder(run_folder, segment.segment, book, allow_environment)
         fixed = controls()
         done, evaluation, stopped_by = start, None, None
-        with course.batches(start, settings.steps) as batches:
-            for step, batch in batches:
+        trace = StepTrace(settings.log, run_folder, segment.segment, book, tell)
+        with course.batches(start, settings.steps) as batches, trace:
+            for step, batch in recorder.awaited(batches):
                 program = course.program_at(step)
-                state, vitals = program.step(state, program.put(batch.tokens), fixed)
+                with trace.step(step):
+                    state, vitals = program.step(state, program.put(batch.tokens), fixed)
                 recorder.leave_out(programs.note(step, program))
+                recorder.leave_out(trace.after(step, vitals))
                 recorder.add(step, batch, vitals)
                 done = step + 1
                 stopped_by = processes.agreed(stop_requested())

@@ -398,6 +398,7 @@ OTHER = {
     "numerics.microbatch": "1",
     "numerics.lanes": "4",
     "numerics.reduction": "fast",
+    "numerics.loss_chunk": "4",
     "numerics.threads": "4",
     "mesh.data": "2",
     "mesh.fsdp": "2",
@@ -409,8 +410,10 @@ OTHER = {
     "checkpoint.keep_every": "10",
     "eval.every": "9",
     "log.every": "3",
+    "log.microbatch_digests": "true",
     "log.tensorboard": "false",
     "log.peak_flops": "1e12",
+    "log.profile": "3:5",
 }
 SWITCHES = ("optimizer.name", "schedule.kind")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import pathlib
 from typing import Annotated, Any
 
 import typer
 
-from palm_jax import config
+from palm_jax import config, start
 from palm_jax.cli.terms import (
     STOPPED_BY_SIGNAL,
     AllowEnvironment,
@@ -19,6 +21,9 @@ from palm_jax.cli.terms import (
     print_json,
 )
 from palm_jax.errors import WrongInput
+from palm_jax.plan import memory
+
+MESH_AXES = ("data", "fsdp", "tensor")
 
 
 def train(
@@ -89,10 +94,12 @@ def _print_result(settings: config.Config, outcome: Any) -> None:
 
 
 def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
+    from palm_jax import sharding
     from palm_jax.corpus import manifest
     from palm_jax.plan import flops
     from palm_jax.record import checkpoints
 
+    num_processes = _num_processes(settings.mesh)
     corpus = None
     if pathlib.Path(settings.data.corpus).exists():
         from palm_jax import train as training
@@ -108,12 +115,27 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
         for start, size, count in zip(ramp.starts, ramp.sizes, tokens, strict=True)
     ]
     parameters = flops.num_parameters(settings.model)
+    on_device = memory.on_each_device(settings, sharding.RULES)
+    mesh = settings.mesh
     if as_json:
         print_json(
             {
                 "parameters": parameters,
                 "tokens": sum(tokens),
                 "stages": stages,
+                "mesh": {
+                    **{axis: getattr(mesh, axis) for axis in MESH_AXES},
+                    "devices": _num_devices(mesh),
+                    "processes": num_processes,
+                },
+                "device_bytes": {
+                    **on_device.arrays,
+                    "counters": on_device.counters,
+                    "batch": on_device.batch,
+                    "controls": on_device.controls,
+                    "state": on_device.state,
+                    "total": on_device.total,
+                },
                 "state_bytes": state,
                 "checkpoint_bytes": state,
                 "free_disk_bytes": free,
@@ -130,9 +152,89 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
             f"{stage['tokens']:,} tokens"
         )
     print(f"{sum(tokens):,} tokens in all")
-    print(f"{in_bytes(state)} of train state, and as much for each checkpoint kept")
+    print(f"\n{_mesh_table(settings, sharding.RULES, num_processes)}\n")
+    print(f"{_memory_table(on_device)}\n")
+    print(f"{in_bytes(state)} of state in all, and as much for each checkpoint kept")
     kept = settings.checkpoint.keep_last + settings.checkpoint.keep_best
     enough = "" if free > (kept + 1) * state else f"; too little for {kept} of them and one more"
     print(f"{in_bytes(free)} free on the disk{enough}")
     if corpus is None:
         print(f"data.corpus={settings.data.corpus} is not there yet: `palm-jax data prepare`")
+
+
+def _num_processes(mesh: config.Mesh) -> int | None:
+    """Of the run, where the environment tells.
+
+    Raises:
+      WrongInput: they cannot share the devices.
+    """
+    text = os.environ.get(start.NUM_PROCESSES)
+    if text is None:
+        return None
+    devices = _num_devices(mesh)
+    if not text.isdecimal() or int(text) == 0 or devices % int(text):
+        raise WrongInput(
+            f"{start.NUM_PROCESSES}={text}, but mesh.data x mesh.fsdp x mesh.tensor = {devices} "
+            "devices; give a number that divides them"
+        )
+    return int(text)
+
+
+def _num_devices(mesh: config.Mesh) -> int:
+    return math.prod(getattr(mesh, axis) for axis in MESH_AXES)
+
+
+def _mesh_table(
+    settings: config.Config, rules: dict[str, str | None], num_processes: int | None
+) -> str:
+    """The mesh, and what each of its axes cuts."""
+    mesh, batch = settings.mesh, max(settings.data.ramp.sizes)
+    product = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in MESH_AXES)
+    title = f"mesh: {product} = {_num_devices(mesh):,} device{'s' * (_num_devices(mesh) > 1)}"
+    if num_processes is not None:
+        title += f", {_num_devices(mesh) // num_processes:,} in each of {num_processes:,} processes"
+    names = {"D": "width", "H": "heads", "F": "feed-forward", "V": "vocabulary"}
+    whole, here = memory.sizes(settings.model), memory.sizes_on_device(settings, rules)
+    rows = [
+        ("axis", "size", "cuts", "whole", "on each device"),
+        ("data x fsdp", mesh.data_parallel, "batch", batch, batch // mesh.data_parallel),
+        *(
+            (axis, getattr(mesh, axis), names.get(letter, letter), whole[letter], here[letter])
+            for letter, axis in rules.items()
+            if axis is not None
+        ),
+    ]
+    return f"{title}\n{_aligned(rows, text_columns=(0, 2))}"
+
+
+def _memory_table(on_device: memory.DeviceBytes) -> str:
+    """Bytes of a device by kind of array and group of parameters."""
+    kinds = on_device.arrays
+    groups = kinds["parameters"]
+    rows = [
+        ("on each device", *(kind.replace("_", " ") for kind in kinds)),
+        *(
+            (group.replace("_", "-"), *(in_bytes(kinds[kind][group]) for kind in kinds))
+            for group in groups
+        ),
+        ("sum", *(in_bytes(sum(kinds[kind].values())) for kind in kinds)),
+    ]
+    return (
+        f"{_aligned(rows, text_columns=(0,))}\n"
+        f"{in_bytes(on_device.state)} of state on each device; {in_bytes(on_device.total)} with "
+        "the gradient and the largest batch, activations not counted"
+    )
+
+
+def _aligned(rows: list[tuple[Any, ...]], text_columns: tuple[int, ...]) -> str:
+    """Lines of a table: text to the left, numbers to the right."""
+    cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  "
+        + "  ".join(
+            cell.ljust(width) if place in text_columns else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )

@@ -28,6 +28,7 @@ IN_A_BRANCH = (
     "numerics.microbatch",
     "numerics.lanes",
     "numerics.reduction",
+    "numerics.loss_chunk",
     "model.remat",
 )
 # The train state has the form that these give it.

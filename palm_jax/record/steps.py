@@ -12,8 +12,8 @@ import tensorboardX
 from palm_jax import config, data, processes
 from palm_jax.errors import CannotDo
 from palm_jax.plan import flops
-from palm_jax.record import logbook
-from palm_jax.record.logbook import History, Logbook
+from palm_jax.record import logbook, profile
+from palm_jax.record.logbook import MICROBATCH_DIGESTS, History, Logbook
 
 Tell = collections.abc.Callable[[str, dict[str, Any]], None]  # (event, fields)
 
@@ -28,6 +28,9 @@ def computed_fields(
       vitals: on the host.
     """
     sequences = data.sequences_before(settings.data.ramp, batch.step + 1)
+    if MICROBATCH_DIGESTS in vitals:
+        words = vitals[MICROBATCH_DIGESTS].tolist()
+        vitals = vitals | {MICROBATCH_DIGESTS: [f"{high:08x}{low:08x}" for high, low in words]}
     return {
         **vitals,
         "tokens": sequences * settings.model.sequence_length,
@@ -64,10 +67,23 @@ class StepRecorder:
     def restart_clock(self) -> None:
         """Leave what happened since the last flush out of the next step's time."""
         self._since = time.perf_counter()
+        self._waited = 0.0  # seconds for batches, since then
 
     def leave_out(self, seconds: float) -> None:
         """Take time spent on something else, such as compiling, out of the steps' time."""
         self._since += seconds
+
+    def awaited(
+        self, batches: collections.abc.Iterator[tuple[int, data.StepBatch]]
+    ) -> collections.abc.Iterator[tuple[int, data.StepBatch]]:
+        """The same batches; the time until each is here counts as waiting for input."""
+        while True:
+            began = time.perf_counter()
+            found = next(batches, None)
+            if found is None:
+                return
+            self._waited += time.perf_counter() - began
+            yield found
 
     def add(self, step: int, batch: data.StepBatch, vitals: dict[str, jax.Array]) -> None:
         self._pending.append((step, batch, vitals))
@@ -105,6 +121,7 @@ class StepRecorder:
                     "field": field,
                     "first": (first or {}).get(field),
                     "again": again.get(field),
+                    "microbatches": logbook.differing_microbatches(first or {}, again),
                 }
             self._summarise(step, measured)
         if different is not None:
@@ -121,7 +138,10 @@ class StepRecorder:
         self.restart_clock()
 
     def _measured(self, pending: list[tuple[int, data.StepBatch, Any]]) -> dict[str, Any]:
-        """Means over the steps since the last flush. All of a step's targets count."""
+        """Means over the steps since the last flush, and the devices' memory now.
+
+        All of a step's targets count. Processes meet here, all at the same flush.
+        """
         model, seconds = self.settings.model, time.perf_counter() - self._since
         ramp = self.settings.data.ramp
         num_sequences = sum(data.batch_size(ramp, batch.step) for _, batch, _ in pending)
@@ -138,12 +158,13 @@ class StepRecorder:
             measured["model_flops_utilisation"] = flops.model_flops_utilisation(
                 rate, model, num_devices, self._peak
             )
-        return measured
+        waits = profile.input_wait(self._waited / len(pending))
+        return measured | waits | profile.device_memory()
 
     def _summarise(self, step: int, measured: dict[str, Any]) -> None:
         if self.summaries is None or self.last is None:
             return
         for name, value in {**self.last, **measured}.items():
             # Limits are infinite where they are off.
-            if not isinstance(value, str) and name not in ("skip_above", "clip_norm"):
+            if not isinstance(value, str | list) and name not in ("skip_above", "clip_norm"):
                 self.summaries.add_scalar(name, float(value), step)

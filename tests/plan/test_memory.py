@@ -1,0 +1,145 @@
+"""Bytes on each device: what the arithmetic says is what the devices hold."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palm_jax import config, sharding, step
+from palm_jax.plan import flops, memory
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+# Every kind of leaf: two tables, and scales that no mesh cuts.
+ALL_LEAVES = {"model.qk_norm": True, "model.tied_embedding": False}
+GROUP = {"embedding": "embedding", "unembedding": "embedding", "norm_scale": "norms"}
+GROUP |= {"query_norm_scale": "norms", "key_norm_scale": "norms"}
+GROUP |= dict.fromkeys(("w_query", "w_key", "w_value", "w_attention"), "attention")
+GROUP |= dict.fromkeys(("w_gate", "w_up", "w_down"), "feed_forward")
+
+
+def on(mesh: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
+
+
+def bytes_by_device(tree) -> dict[jax.Device, dict[str, int]]:
+    """Of the shards that devices have, by group; what no parameter's name is on is a counter."""
+    found = collections.defaultdict(lambda: collections.defaultdict(int))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        name = names[-1].rpartition("_")[0] if names else ""
+        for shard in leaf.addressable_shards:
+            found[shard.device][GROUP.get(name, "counters")] += shard.data.nbytes
+    return {device: dict(groups) for device, groups in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [((1, 8, 1), "adafactor"), ((1, 4, 2), "adamw"), ((2, 2, 2), "adafactor")],
+)
+def test_planned_bytes_are_those_of_every_devices_shards(small, mesh, optimizer):
+    settings = small(optimizer={"name": optimizer}, **ALL_LEAVES, **on(mesh))
+    program = step.make_program(settings, sharding.make_mesh(settings.mesh), 256)
+    state = program.init()
+    if optimizer == "adafactor":
+        kept = {
+            "momentum": state.optimizer["momentum"].ema,
+            "second_moment": state.optimizer["second_moment"].v,
+        }
+    else:
+        moments = state.optimizer["moments"]
+        kept = {"first_moment": moments.mu, "second_moment": moments.nu}
+    planned = memory.on_each_device(settings, sharding.RULES)
+    assert set(planned.arrays) == {"parameters", "gradient", *kept}
+    for name, tree in {"parameters": state.params, **kept}.items():
+        devices = bytes_by_device(tree)
+        assert len(devices) == 8
+        assert all(groups == planned.arrays[name] for groups in devices.values())
+    for groups in bytes_by_device(state).values():
+        assert groups["counters"] == planned.counters
+        assert sum(groups.values()) == planned.state
+
+
+def test_planned_arguments_are_those_of_the_compiled_step(small):
+    settings = small(**on((2, 2, 2)), **{"data.ramp": {"sizes": [8]}})
+    program = step.make_program(settings, sharding.make_mesh(settings.mesh), 256)
+    batch = program.put(np.zeros((8, 9), np.int32))
+    compiled = program.traceable_step.lower(program.state_shapes, batch, step.controls()).compile()
+    planned = memory.on_each_device(settings, sharding.RULES)
+    assert compiled.memory_analysis().argument_size_in_bytes == planned.arguments
+    assert planned.total - planned.arguments == sum(planned.arrays["parameters"].values())
+
+
+def test_one_device_holds_the_whole_state(small):
+    settings = small(**ALL_LEAVES)
+    planned = memory.on_each_device(settings, sharding.RULES)
+    state = flops.state_bytes(settings.model, settings.optimizer)
+    assert planned.state - planned.counters == state
+
+
+def test_numbers_by_hand():
+    """The 540B on its mesh, whose 6,144 devices nobody needs for this."""
+    settings = config.load(CONFIGS / "palm_540b.yaml")
+    planned = memory.on_each_device(settings, sharding.RULES)
+    D, H, F, V, N, K = 18432 // 256, 48 // 12, 73728 // 12, 256512 // 12, 118, 256
+    assert planned.arrays["gradient"] == {
+        "embedding": 4 * V * D,
+        "attention": 4 * N * (2 * D * H * K + 2 * D * K),
+        "feed_forward": 4 * N * 3 * D * F,
+        "norms": 4 * N * D,
+    }
+    assert planned.batch == 4 * 2048 // 512 * 2049
+
+
+@given(
+    data=st.sampled_from([1, 2, 4]),
+    fsdp=st.sampled_from([1, 2, 4, 8]),
+    tensor=st.integers(1, 6),
+    untied=st.booleans(),
+    qk_norm=st.booleans(),
+)
+def test_devices_hold_the_parameters_and_their_copies(data, fsdp, tensor, untied, qk_norm):
+    """Cut by both axes, by fsdp alone, or whole: (copies) x (a device's part) is the whole."""
+    settings = config.from_dict(
+        {
+            "steps": 1,
+            "model": {
+                "num_layers": 3,
+                "width": 32 * tensor,
+                "num_heads": 2 * tensor,
+                "head_size": 4,
+                "feed_forward": 5 * tensor,
+                "vocabulary_size": 7 * tensor,
+                "vocabulary_multiple": 1,
+                "sequence_length": 2,
+                "tied_embedding": not untied,
+                "qk_norm": qk_norm,
+            },
+            "data": {"corpus": "c", "ramp": {"sizes": [32]}},
+            "numerics": {"lanes": 32},
+            "mesh": {"data": data, "fsdp": fsdp, "tensor": tensor},
+        }
+    )
+    parts = memory.on_each_device(settings, sharding.RULES).arrays["parameters"]
+    m, devices = settings.model, data * fsdp * tensor
+    key_and_value = 2 * 3 * m.width * 4
+    head_scales = 2 * 3 * 4 if qk_norm else 0
+    whole = flops.num_parameters(m, padded=True)
+    copies_of_all = whole * data
+    copies_of_key_value_and_scale = (tensor - 1) * data * (key_and_value + 3 * m.width)
+    copies_of_head_scales = (devices - data) * head_scales
+    assert sum(parts.values()) * devices == 4 * (
+        copies_of_all + copies_of_key_value_and_scale + copies_of_head_scales
+    )
+
+
+def test_planning_memory_does_not_start_jax():
+    program = "import sys, palm_jax.plan.memory; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
