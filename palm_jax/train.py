@@ -157,10 +157,11 @@ def train(
                 stopped_by = processes.agreed(stop_requested())
                 at_end = done == settings.steps or stopped_by is not None
                 to_save = keep and (at_end or due(done, settings.checkpoint.every))
-                if to_save or at_end or due(done, settings.log.every):
+                to_evaluate = due(done, settings.eval.every) or (keep and done == settings.steps)
+                if to_save or to_evaluate or at_end or due(done, settings.log.every):
                     recorder.flush()
                 evaluation = None
-                if due(done, settings.eval.every) or (keep and done == settings.steps):
+                if to_evaluate:
                     evaluation = evaluate(program, state.params, corpus)
                     _record_evaluation(book, summaries, tell, segment, done, evaluation)
                     recorder.restart_clock()

@@ -58,7 +58,8 @@ print(hashlib.sha256("\n".join(facts).encode()).hexdigest())
 PY
 }
 
-# prepare_environment [dev]: afterwards $venv/bin holds palm-jax, and with `dev` the tools.
+# prepare_environment [EXTRA,...]: afterwards $venv/bin holds palm-jax, with `dev` the tools for
+# development, with `tpu` the compiler for TPUs.
 prepare_environment() {
   local extra=${1-} stamp=$venv/palm_jax_stamp wanted installed=
   find_python
@@ -67,11 +68,16 @@ prepare_environment() {
     installed=$(cat "$stamp")
   fi
   case $installed in
-    "$wanted dev") return ;;
-    "$wanted ") [ -n "$extra" ] || return 0 ;;
+    "$wanted "*)
+      local have=",${installed#"$wanted "}," all=yes name
+      for name in ${extra//,/ }; do
+        [[ $have == *",$name,"* ]] || all=
+      done
+      [ -z "$all" ] || return 0
+      ;;
     *) make_environment "$stamp" ;;
   esac
-  say "Installing palm-jax${extra:+ and its tools for development} (the first time, this takes minutes)"
+  say "Installing palm-jax${extra:+ with $extra} (the first time, this takes minutes)"
   # Until it is whole, the stamp fits nothing, so that an interrupted installation is redone.
   echo incomplete >"$stamp"
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check \

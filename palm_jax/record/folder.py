@@ -62,17 +62,23 @@ def held(run: RunFolder) -> collections.abc.Iterator[None]:
     """Keep other processes of this machine from writing to the run, as long as this one does.
 
     Raises:
-      CannotDo: another process holds it.
+      CannotDo: another process holds it, or it cannot be locked.
     """
     descriptor = os.open(run.path, os.O_RDONLY)
     try:
-        # Let go by the system when the process ends, however it ends.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            # Let go by the system when the process ends, however it ends.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotDo(
+                f"another process is writing to {run.path}; wait for it, or name another folder"
+            ) from None
+        except OSError as error:  # some network file systems
+            raise CannotDo(
+                f"{run.path} lies where a folder cannot be locked ({error.strerror}); put the run "
+                "on another disk"
+            ) from error
         yield
-    except BlockingIOError:
-        raise CannotDo(
-            f"another process is writing to {run.path}; wait for it, or name another folder"
-        ) from None
     finally:
         os.close(descriptor)
 
