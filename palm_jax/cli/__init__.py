@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import typer
 
-from palm_jax.cli import branch, data, logbook, replay, train
+from palm_jax.cli import branch, compile, data, doctor, logbook, replay, selftest, train
 from palm_jax.errors import CannotDo, WrongInput
 
 OUR_DEFECT = 5
@@ -46,6 +46,13 @@ app.command(
     "--reason 'the norm drifts'"
 )(branch.intervene)
 app.command(epilog="Example: palm-jax logbook runs/quickstart")(logbook.logbook)
+app.command(
+    epilog="Example: palm-jax compile configs/palm_540b.yaml --topology v4:12x16x16 --slices 2"
+)(compile.compile)
+app.command(epilog="Example: palm-jax doctor configs/quickstart.yaml --run runs/quickstart")(
+    doctor.doctor
+)
+app.add_typer(selftest.app, name="selftest")
 
 
 def main() -> None:
