@@ -29,6 +29,7 @@ from palm_jax.sharding import DATA_PARALLEL, logical_axes, mesh_axes
 Axes = str | tuple[str, ...]
 
 
+WORTH_SLICING = 2**16  # elements from which a sum over devices is shared out among them
 AT_ONCE = 16  # terms that one expression adds, so that no partial sum passes through memory
 
 
@@ -98,12 +99,20 @@ class Canonical:
     lanes: int
 
     def over(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """Sum of the devices' values along mesh axes; the same on all of them."""
-        if jax.lax.axis_size(axes) == 1:
+        """Sum of the devices' values along mesh axes; the same on all of them.
+
+        Large values are added slice by slice, each on one device (an all-reduce's bytes).
+        """
+        if (size := jax.lax.axis_size(axes)) == 1:
             return x
+        divisible = [dim for dim, length in enumerate(x.shape) if length % size == 0]
+        if size > 2 and divisible and _is_floating(x) and x.size >= WORTH_SLICING:
+            dim = divisible[0]
+            part = self.scatter(x, axes, dim, x.dtype)
+            return jax.lax.all_gather(part, axes, axis=dim, tiled=True)
         return _ordered(jax.lax.all_gather(x, axes, axis=0)).astype(x.dtype)
 
-    def scatter(self, x: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
+    def scatter(self, x: jax.Array, axis: Axes, dim: int, dtype: Any) -> jax.Array:
         """Sum of the devices' values along a mesh axis, of which each keeps its slice of `dim`.
 
         Each device sends every other one its slice as it is (a reduce-scatter's bytes), and
@@ -163,7 +172,7 @@ class Fast:
     def over(self, x: jax.Array, axes: Axes) -> jax.Array:
         return jax.lax.psum(x, axes)
 
-    def scatter(self, x: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
+    def scatter(self, x: jax.Array, axis: Axes, dim: int, dtype: Any) -> jax.Array:
         x = x.astype(dtype)
         if jax.lax.axis_size(axis) == 1:
             return x

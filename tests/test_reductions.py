@@ -89,6 +89,26 @@ def test_streamed_sum_is_one_tree_a_block_and_blocks_in_order(data, fsdp, num_bl
     assert np.asarray(summed).tobytes() == by_hand.tobytes()
 
 
+@pytest.mark.parametrize(("data", "fsdp"), [(4, 1), (8, 1), (2, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_large_sum_is_shared_out_among_devices_with_the_tree_s_bits(data, fsdp, dtype):
+    terms = jnp.asarray(uneven((8, 3, 64, 400), 5), dtype)
+    assert terms[0].size >= reductions.WORTH_SLICING > terms[0, 0].size
+    axes = "data" if fsdp == 1 else D_P
+    layout = PartitionSpec(axes)
+
+    def body(terms):
+        return EIGHT.over(terms[0], axes), EIGHT.over(terms[0, 0], axes)
+
+    run = on_mesh(mesh_of(data, fsdp), body, layout, PartitionSpec())
+    whole, small = run(terms[: data * fsdp])
+    wide = list(np.asarray(terms[: data * fsdp], np.float32))
+    by_hand = jnp.asarray(tree_by_hand(wide), dtype)
+    assert np.asarray(whole).tobytes() == np.asarray(by_hand).tobytes()
+    assert np.asarray(small).tobytes() == np.asarray(by_hand[0]).tobytes()
+    assert "all-to-all" in run.lower(terms[: data * fsdp]).compile().as_text()
+
+
 def test_streamed_sum_keeps_negative_zeros_and_counts_exactly():
     terms = np.full((8, 1, 4), -0.0, np.float32), np.full((8, 1), 2**24 + 1, np.int32)
 
