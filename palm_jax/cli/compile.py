@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from palm_jax import config
+from palm_jax import config, start
 from palm_jax.cli.terms import AsJson, Overrides, in_bytes, print_json
 from palm_jax.errors import CannotDo
 from palm_jax.tpu import topologies
@@ -48,7 +48,7 @@ def compile(
     """
     described = topologies.parse(topology, slices)
     settings = config.load(config_file, [*(overrides or ()), "mesh.emulated_devices=null"])
-    _prepare()
+    _prepare(settings)
 
     from palm_jax.tpu import compile as compiling
 
@@ -60,7 +60,7 @@ def compile(
         _stages(settings, described, as_json)
 
 
-def _prepare() -> None:
+def _prepare(settings: config.Config) -> None:
     """Set what must be set before JAX is imported, in a process that only compiles."""
     os.environ.update(topologies.environment())
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -70,6 +70,9 @@ def _prepare() -> None:
 
     # Programs for devices that are not there can be written to the cache, but not read again.
     jax.config.update("jax_enable_compilation_cache", False)
+    precision = start.matmul_precision(settings.precision, "tpu")
+    if precision is not None:
+        jax.config.update("jax_default_matmul_precision", precision)
 
 
 # --- running ------------------------------------------------------------------------------
