@@ -383,7 +383,7 @@ def said(monkeypatch, tmp_path, capsys):
     """said(answers, ...): exit code and stdout, where the compiler gives those answers in turn."""
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(SETTINGS))
-    monkeypatch.setattr(command, "_prepare", lambda: None)
+    monkeypatch.setattr(command, "_prepare", lambda settings: None)
     monkeypatch.setattr(topologies, "libtpu_version", lambda: "1.2.3")
     monkeypatch.setattr(topologies.Topology, "devices", lambda self: [])
 
