@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import typer.main
@@ -56,3 +59,23 @@ def test_links_and_files_named_in_a_page_exist(page):
         assert (page.parent / link).exists(), link
     for name in named:
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.slow
+def test_what_eight_devices_did_replays_on_four_two_and_one_as_the_page_says(tmp_path):
+    """Every command in a process of its own, typed as docs/bits.md has it."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    words = [sys.executable, "-m", "palm_jax.cli"]
+    corpus = "data prepare --source stdlib --held-out 0.05 --sequence-length 256 --out runs/corpus"
+    shown = [rest for command, *rest in commands(ROOT / "docs/bits.md") if command == "palm-jax"]
+    assert [rest[0] for rest in shown] == ["train", "replay", "replay", "replay"]
+    subprocess.run([*words, *corpus.split()], cwd=tmp_path, check=True, capture_output=True)
+    for rest in shown:
+        as_json = ["--json"] if rest[0] == "replay" else []
+        done = subprocess.run(
+            [*words, *rest, *as_json], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        if as_json:
+            answer = json.loads(done.stdout)
+            assert answer["identical"] is True
+            assert answer["compared_steps"] == 10
