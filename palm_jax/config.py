@@ -11,6 +11,7 @@ import collections.abc
 import difflib
 import hashlib
 import json
+import math
 import pathlib
 import re
 from typing import Annotated, Any, Literal
@@ -27,6 +28,7 @@ MAY_CHANGE_ON_RESUME = (
     "log",
     "eval",
     "checkpoint",
+    "spikes",
     "data.corpus",
     "data.read_threads",
     "data.prefetch_steps",
@@ -38,6 +40,25 @@ PositiveInt = Annotated[int, pydantic.Field(gt=0)]
 NaturalInt = Annotated[int, pydantic.Field(ge=0)]
 PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+
+
+def _power_of_two(value: float) -> float:
+    """Scaling by these is exact, and their products with gradients stay within float32."""
+    if value <= 0 or math.frexp(value)[0] != 0.5 or not 2.0**-40 <= value <= 2.0**40:
+        raise ValueError(f"{value!r} must be a power of two from 2^-40 to 2^40")
+    return value
+
+
+def _loss_scale(value: object) -> str | float:
+    if isinstance(value, str) and value in ("dynamic", "none"):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _power_of_two(float(value))
+    raise ValueError(f"{value!r} must be dynamic, none or a power of two")
+
+
+PowerOfTwo = Annotated[float, pydantic.AfterValidator(_power_of_two)]
+LossScale = Annotated[str | float, pydantic.BeforeValidator(_loss_scale)]
 
 
 class Section(pydantic.BaseModel):
@@ -164,9 +185,36 @@ class CosineSchedule(Section):
 
 
 class Precision(Section):
-    """float32, or bfloat16 compute over float32 weights, norms, softmax, loss and sums."""
+    """Number formats (docs/precision.md). What begins with a policy's name is for it alone."""
 
-    policy: Literal["float32", "bfloat16"] = "float32"
+    # bfloat16_pure stores what the others keep in float32, to show what that costs.
+    policy: Literal["float32", "bfloat16", "bfloat16_pure", "float16", "float8"] = "float32"
+    # Under float16: "dynamic", "none", or a number that stays. Multiplies the mean loss.
+    loss_scale: LossScale = "dynamic"
+    loss_scale_initial: PowerOfTwo = 2.0**16
+    loss_scale_factor: PowerOfTwo = 2.0
+    loss_scale_growth_interval: PositiveInt = 2000  # applied updates until it grows
+    loss_scale_floor: PowerOfTwo = 1.0
+    loss_scale_ceiling: PowerOfTwo = 2.0**32
+    loss_scale_hysteresis: PositiveInt = 1  # overflows until it shrinks; refilled as it grows
+    loss_scale_patience: PositiveInt = 20  # overflows in a row at the floor; then the run stops
+    # "delayed": a scale per tensor, from the largest values of the last steps. "block": scales
+    # of 1 x 128 activations and 128 x 128 weights, from the values themselves.
+    float8_scaling: Literal["delayed", "block"] = "delayed"
+    float8_history: PositiveInt = 1024  # steps
+    float8_margin: NaturalInt = 0  # powers of two left free above the largest value
+
+    @pydantic.model_validator(mode="after")
+    def _loss_scale_is_usable(self) -> Precision:
+        floor, ceiling = self.loss_scale_floor, self.loss_scale_ceiling
+        if not floor <= self.loss_scale_initial <= ceiling:
+            raise ValueError(
+                f"loss_scale_initial={self.loss_scale_initial:g} must lie between "
+                f"loss_scale_floor={floor:g} and loss_scale_ceiling={ceiling:g}"
+            )
+        if self.loss_scale_factor <= 1:
+            raise ValueError(f"loss_scale_factor={self.loss_scale_factor:g} must be above 1")
+        return self
 
 
 class Numerics(Section):
@@ -210,6 +258,51 @@ class Eval(Section):
     every: PositiveInt | None = None  # steps; a run that ends evaluates in any case
 
 
+class Spikes(Section):
+    """Which losses are incidents, and what is done about them (docs/spikes.md)."""
+
+    policy: Literal["observe", "skip_update", "rollback", "rollback_healthy", "stop"] = "observe"
+
+    # A loss is flagged above level + `sigmas` of the window's spread, or above level + `jump`.
+    window: Annotated[int, pydantic.Field(ge=9)] = 100  # steps that the level comes from
+    min_history: Annotated[int, pydantic.Field(ge=9)] = 30  # fewer give no spread
+    sigmas: PositiveFloat = 6.0
+    least_sigma: PositiveFloat = 0.003  # nats; a spread is taken to be at least this
+    jump: PositiveFloat = 1.0  # nats
+    drift: PositiveFloat = 0.1  # nats by which a slow rise lies above the best level
+    stall_steps: Annotated[int, pydantic.Field(ge=600)] = 1000  # and at least a quarter of the run
+    least_fall: PositiveFloat = 0.01  # nats; who falls by less in so many steps has stalled
+
+    # An incident is over after `recover_steps` good steps in a row, or judged.
+    patience_steps: Annotated[int, pydantic.Field(ge=8)] = 100
+    recover_steps: PositiveInt = 5
+    nonfinite_steps: PositiveInt = 5  # in a row: diverged, without waiting
+
+    # policy: skip_update. The limit of step s comes from steps up to s - lag.
+    lag: PositiveInt = 10
+    least_gradient_ratio: Annotated[float, pydantic.Field(gt=1)] = 3.0  # limit over level, at least
+    most_skips: PositiveInt = 20  # in a row
+
+    # policy: rollback, rollback_healthy.
+    rewind_steps: PositiveInt = 100  # PaLM, section 5.1: "roughly 100 steps before the spike"
+    exclude_batches: PositiveInt = 300  # likewise: "roughly 200-500 data batches"
+    rate_scale: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.5
+    same_place_steps: PositiveInt = 500  # onsets nearer than this are one place
+
+    @pydantic.model_validator(mode="after")
+    def _exclusion_reaches_the_spike(self) -> Spikes:
+        if self.exclude_batches <= self.rewind_steps:
+            raise ValueError(
+                f"exclude_batches={self.exclude_batches} counts from rewind_steps="
+                f"{self.rewind_steps} before the spike and does not reach it; make it larger"
+            )
+        if not self.min_history <= self.window:
+            raise ValueError(
+                f"min_history={self.min_history} is more than window={self.window} ever holds"
+            )
+        return self
+
+
 class Log(Section):
     every: PositiveInt = 10  # steps between flushes of the logbook
     # Of each microbatch's own gradient: names the lane, and so the host, where runs part.
@@ -250,6 +343,7 @@ class Config(Section):
     mesh: Mesh = Mesh()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
+    spikes: Spikes = Spikes()
     log: Log = Log()
 
     @pydantic.model_validator(mode="after")
@@ -266,6 +360,11 @@ class Config(Section):
             raise ValueError(
                 f"mesh.data x mesh.fsdp = {mesh.data} x {mesh.fsdp} = {mesh.data_parallel} must "
                 f"divide numerics.lanes={numerics.lanes}"
+            )
+        if self.spikes.policy == "skip_update" and self.spikes.lag < self.log.every:
+            raise ValueError(
+                f"spikes.lag={self.spikes.lag}, but with log.every={self.log.every} the host may "
+                "know no step that recent; make spikes.lag at least log.every"
             )
         chunk = numerics.loss_chunk
         if chunk is not None and model.sequence_length % chunk:

@@ -24,9 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from palm_jax import attention, config
+from palm_jax import attention, config, deviates
 
 Params = dict[str, Any]
+# (name of a kernel's place, inputs [T, I], kernel [I, O]) -> [T, O].
+Product = collections.abc.Callable[[str, jax.Array, jax.Array], jax.Array]
 
 
 class Split(Protocol):
@@ -148,9 +150,13 @@ def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
     )
 
 
-def _kernel(num_inputs: int) -> nn.initializers.Initializer:
+def _kernel(num_inputs: int, zero: jax.Array | int) -> nn.initializers.Initializer:
     """N(0, 1/num_inputs), neither truncated nor averaged with the outputs (PaLM, section 2)."""
-    return nn.initializers.normal(stddev=num_inputs**-0.5)
+
+    def initial(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+        return (deviates.normal(key, shape, zero) * num_inputs**-0.5).astype(dtype)
+
+    return initial
 
 
 class Block(nn.Module):
@@ -159,35 +165,44 @@ class Block(nn.Module):
     settings: config.Model
     dtype: Any
     split: Split = UNDIVIDED
+    zero: Any = 0  # of `init`: as in deviates.normal
 
     @nn.compact
-    def __call__(self, x_BLd: jax.Array, documents_BL: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BLd: jax.Array,
+        documents_BL: jax.Array | None,
+        product: Product = lambda name, x_TI, w_IO: x_TI @ w_IO,
+    ) -> jax.Array:
         m, split = self.settings, self.split
         D, K = m.width, m.head_size
         H, F = m.num_heads // split.size, m.feed_forward_size // split.size  # those here
         B, L, d = x_BLd.shape
         T = B * L
-        zeros, param = nn.initializers.zeros, self.param
+        zeros, param, zero = nn.initializers.zeros, self.param, self.zero
         norm_scale_D = param("norm_scale_D", zeros, (D,))
-        w_query_DHK = param("w_query_DHK", _kernel(D), (D, H, K))
-        w_key_DK = param("w_key_DK", _kernel(D), (D, K))
-        w_value_DK = param("w_value_DK", _kernel(D), (D, K))
-        w_attention_HKD = param("w_attention_HKD", _kernel(m.num_heads * K), (H, K, D))
-        w_gate_DF = param("w_gate_DF", _kernel(D), (D, F))
-        w_up_DF = param("w_up_DF", _kernel(D), (D, F))
-        w_down_FD = param("w_down_FD", _kernel(m.feed_forward_size), (F, D))
+        w_query_DHK = param("w_query_DHK", _kernel(D, zero), (D, H, K))
+        w_key_DK = param("w_key_DK", _kernel(D, zero), (D, K))
+        w_value_DK = param("w_value_DK", _kernel(D, zero), (D, K))
+        w_attention_HKD = param("w_attention_HKD", _kernel(m.num_heads * K, zero), (H, K, D))
+        w_gate_DF = param("w_gate_DF", _kernel(D, zero), (D, F))
+        w_up_DF = param("w_up_DF", _kernel(D, zero), (D, F))
+        w_down_FD = param("w_down_FD", _kernel(m.feed_forward_size, zero), (F, D))
 
         # Scales are stored around zero, so that weight decay pulls them to one.
         scale_d = 1.0 + split.part(norm_scale_D)
         # Two-dimensional products: XLA:CPU runs them faster than the einsums they equal.
         normed_Td = (normalise(x_BLd, m.norm, split) * scale_d).astype(self.dtype).reshape(T, d)
         normed_TD = split.whole(normed_Td)
-        query_BLHK = (normed_TD @ w_query_DHK.reshape(D, H * K)).reshape(B, L, H, K)
+        query_THK = product("query", normed_TD, w_query_DHK.reshape(D, H * K))
+        query_BLHK = query_THK.reshape(B, L, H, K)
         # All heads share one key and one value: computed once, each device a part of D.
         key_BSK = split.total(normed_Td @ split.part(w_key_DK)).reshape(B, L, K)
         value_BSK = split.total(normed_Td @ split.part(w_value_DK)).reshape(B, L, K)
-        gate_TF = nn.silu((normed_TD @ w_gate_DF).astype(jnp.float32)).astype(self.dtype)
-        feed_forward_TD = (gate_TF * (normed_TD @ w_up_DF)) @ w_down_FD
+        gate_TF = product("gate", normed_TD, w_gate_DF).astype(jnp.float32)
+        gate_TF = nn.silu(gate_TF).astype(self.dtype)
+        up_TF = product("up", normed_TD, w_up_DF)
+        feed_forward_TD = product("down", gate_TF * up_TF, w_down_FD)
 
         query_BLHK, key_BSK = query_BLHK.astype(jnp.float32), key_BSK.astype(jnp.float32)
         if m.qk_norm:
@@ -205,30 +220,34 @@ class Block(nn.Module):
         heads_BLHK = attend(
             query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, documents_BL
         )
-        attention_TD = heads_BLHK.reshape(T, H * K) @ w_attention_HKD.reshape(H * K, D)
+        heads_TX = heads_BLHK.reshape(T, H * K)  # X: heads and their size as one axis
+        attention_TD = product("attention", heads_TX, w_attention_HKD.reshape(H * K, D))
         return x_BLd + split.summed(feed_forward_TD + attention_TD).reshape(B, L, d)
 
 
-def init(key: jax.Array, settings: config.Model) -> Params:
+def init(key: jax.Array, settings: config.Model, zero: jax.Array | int = 0) -> Params:
     """Float32 parameters; layers are stacked along a leading axis N.
 
     The embedding is N(0, 1) and enters unscaled; the logits are multiplied by 1/sqrt(D).
+
+    Args:
+      zero: as in deviates.normal; 0 where bits may depend on how the arrays are cut.
     """
     key_embedding, key_unembedding, key_layers = jax.random.split(key, 3)
     V, D, L = settings.padded_vocabulary_size, settings.width, settings.sequence_length
     # The kernel of splash wants a TPU and a mesh; shapes are the same without it.
-    block = Block(settings.model_copy(update={"attention": "xla"}), jnp.float32)
+    block = Block(settings.model_copy(update={"attention": "xla"}), jnp.float32, zero=zero)
     x_BLD = jnp.zeros((1, L, D))
 
     def init_layer(key: jax.Array) -> Params:
         return dict(block.init(key, x_BLD, None)["params"])
 
     params: Params = {
-        "embedding_VD": jax.random.normal(key_embedding, (V, D), jnp.float32),
+        "embedding_VD": deviates.normal(key_embedding, (V, D), zero),
         "layers": jax.vmap(init_layer)(jax.random.split(key_layers, settings.num_layers)),
     }
     if not settings.tied_embedding:
-        params["unembedding_VD"] = jax.random.normal(key_unembedding, (V, D), jnp.float32)
+        params["unembedding_VD"] = deviates.normal(key_unembedding, (V, D), zero)
     return params
 
 
@@ -246,6 +265,7 @@ def hidden(
     dtype: jnp.dtype,
     documents_BL: jax.Array | None = None,
     gather_layer: collections.abc.Callable[[Any], Params] = lambda layer: layer,
+    layer_product: collections.abc.Callable[[Any], Product | None] = lambda layer: None,
     split: Split = UNDIVIDED,
 ) -> jax.Array:
     """The residual stream after the last layer and the final, scale-less norm, [B, L, d].
@@ -258,13 +278,17 @@ def hidden(
       documents_BL: as from attention.document_numbers; given, a token sees its own document only.
       gather_layer: turns one layer's stored parameters into the whole ones in their compute
         format. It is called inside the scan, so that only one layer is whole at a time.
+      layer_product: how a layer multiplies by its large kernels, from the same; None: in the
+        compute format.
     """
     block = Block(settings, dtype, split)
 
     # A plain scan rather than Linen's lifted one: the gather and its own backward rule sit
     # visibly inside it, and compile time does not grow with depth.
     def layer(x_BLd: jax.Array, stored: Any) -> tuple[jax.Array, None]:
-        return block.apply({"params": gather_layer(stored)}, x_BLd, documents_BL), None  # type: ignore[return-value]
+        product = layer_product(stored)
+        given = (x_BLd, documents_BL) if product is None else (x_BLd, documents_BL, product)
+        return block.apply({"params": gather_layer(stored)}, *given), None  # type: ignore[return-value]
 
     if settings.remat in _REMAT_POLICIES:
         layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[settings.remat], prevent_cse=False)

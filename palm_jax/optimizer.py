@@ -127,7 +127,13 @@ def scale_by_second_moment(
             updates,
             state.v,
         )
-        scaled = jax.tree.map(lambda g, new: g * jax.lax.rsqrt(new), updates, v)
+
+        # Not rsqrt, nor a division by sqrt, which XLA makes one of: it estimates and corrects
+        # a reciprocal root, and how depends on the size of a slice (docs/bits.md).
+        def scale(g: jax.Array, new: jax.Array) -> jax.Array:
+            return g * (1.0 / rounded(jnp.sqrt(new), zero))
+
+        scaled = jax.tree.map(scale, updates, v)
         return scaled, SecondMoment(state.count + 1, v)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,16 +80,32 @@ def _no_term(shape: jax.ShapeDtypeStruct) -> jax.Array:
     )
 
 
-def _in_order(parts: Any, part: collections.abc.Callable[[Any], Any]) -> Any:
-    """part(parts[0]) + part(parts[1]) + ..., from left to right."""
+class Largest(NamedTuple):
+    """In what a pass returns to `stream`: values, not negative, whose maximum is kept."""
+
+    values: Any
+
+
+def _joined(total: Any, term: Any) -> Any:
+    if isinstance(total, Largest):
+        return Largest(jax.tree.map(jnp.maximum, total.values, term.values))
+    return total + term
+
+
+def _in_order(parts: Any, part: collections.abc.Callable[[Any], Any], zero: jax.Array | int) -> Any:
+    """part(parts[0]) + part(parts[1]) + ..., from left to right; of Largest, the maximum."""
     shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
 
     def add(total: Any, this: Any) -> tuple[Any, None]:
-        # Without the barrier the sums of losses differ by a rounding between device counts.
-        term = jax.lax.optimization_barrier(part(this))
-        return jax.tree.map(jnp.add, total, term), None
+        # On one device nothing is exchanged, so that a term may end in a product.
+        term = jax.tree.map(lambda x: rounded(x, zero) if _is_floating(x) else x, part(this))
+        return jax.tree.map(_joined, total, term, is_leaf=_is_largest), None
 
     return jax.lax.scan(add, jax.tree.map(_no_term, shapes), parts)[0]
+
+
+def _is_largest(node: Any) -> bool:
+    return isinstance(node, Largest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +142,19 @@ class Canonical:
         )
         return _ordered(jnp.moveaxis(by_sender, dim, 0)).astype(dtype)
 
-    def stream(self, one_pass: collections.abc.Callable[[Any], Any], passes: Any) -> Any:
+    def stream(
+        self,
+        one_pass: collections.abc.Callable[[Any], Any],
+        passes: Any,
+        zero: jax.Array | int,
+    ) -> Any:
         """Sum of `one_pass` over the first axis of `passes`: a tree in a block, blocks in order.
 
-        `one_pass` returns a pytree already summed over the devices. At most one partial sum
-        a level of the tree is alive.
+        `one_pass` returns a pytree, float32 or integers, already summed over the devices. At most
+        one partial sum a level of the tree is alive. What it marks as Largest is not added.
+
+        Args:
+          zero: as in rounding.rounded.
         """
         per_block = self.lanes // jax.lax.axis_size(DATA_PARALLEL)
         num_passes = jax.tree.leaves(passes)[0].shape[0]
@@ -140,12 +164,12 @@ class Canonical:
             if size == 1:
                 return one_pass(jax.tree.map(lambda x: x[0], passes))
             halves = jax.tree.map(lambda x: x.reshape(2, size // 2, *x.shape[1:]), passes)
-            return _in_order(halves, subtree)
+            return _in_order(halves, subtree, zero)
 
         blocks = jax.tree.map(
             lambda x: x.reshape(num_passes // per_block, per_block, *x.shape[1:]), passes
         )
-        return _in_order(blocks, subtree)
+        return _in_order(blocks, subtree, zero)
 
     def along_matrices(self, x: jax.Array, axes: str) -> jax.Array:
         """Sums of a stacked parameter's slice over all but its axes N and D, [D here, N].
@@ -178,10 +202,15 @@ class Fast:
             return x
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
-    def stream(self, one_pass: collections.abc.Callable[[Any], Any], passes: Any) -> Any:
+    def stream(
+        self,
+        one_pass: collections.abc.Callable[[Any], Any],
+        passes: Any,
+        zero: jax.Array | int,
+    ) -> Any:
         if jax.tree.leaves(passes)[0].shape[0] == 1:
             return one_pass(jax.tree.map(lambda x: x[0], passes))
-        return _in_order(passes, one_pass)
+        return _in_order(passes, one_pass, 0)
 
     def along_matrices(self, x: jax.Array, axes: str) -> jax.Array:
         return jnp.sum(x, axis=range(1, x.ndim))[None]

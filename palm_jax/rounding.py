@@ -12,8 +12,8 @@ def rounded(product: jax.Array, zero: jax.Array | int) -> jax.Array:
     LLVM may compute a x b + c with one rounding or with two. It chooses as it vectorised the
     loop, which depends on the size of a slice, and so on the number of devices. It cannot
     choose across an integer operation on the product's bits, nor leave that out while it
-    does not know that `zero` is 0. (Neither a barrier after the sum nor a factor that is 1
-    at run time was enough: an update's RMS still differed by a rounding.)
+    does not know that `zero` is 0. A barrier is not enough, nor a factor that is 1 at run time:
+    both are gone before LLVM chooses. (Minimal programs: docs/bits.md.)
 
     Args:
       product: float32.

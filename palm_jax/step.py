@@ -12,6 +12,7 @@ import collections.abc
 import dataclasses
 import functools
 import hashlib
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ from palm_jax import (
     schedules,
     sharding,
 )
+from palm_jax.precision import float8
+from palm_jax.precision import loss_scale as loss_scaling
 
 Vitals = dict[str, jax.Array]
 
@@ -48,6 +51,8 @@ class TrainState:
     schedule_step: jax.Array  # i32[]: updates applied so far, as the rate counts them
     params: model.Params
     optimizer: Any
+    loss_scale: loss_scaling.LossScale | None = None  # None: the policy has none
+    float8: float8.Scalings | None = None  # likewise
 
 
 class Controls(NamedTuple):
@@ -80,6 +85,27 @@ def _split(order: reductions.Order) -> model.Split:
     return model.UNDIVIDED if size == 1 else reductions.OverTensor(size, order)
 
 
+@jax.custom_vjp
+def _gradients_together(hidden_BLD: jax.Array, table_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as they are; their gradients are there before the layers' backward pass begins.
+
+    Otherwise XLA makes the table's gradient last of all, beside the embedding's, and keeps the
+    gradient of the logits, a pass's largest array, all that time.
+    """
+    return hidden_BLD, table_VD
+
+
+def _together(saved: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    # On TPUs alone: on CPU (jax 0.10.2, bfloat16, eight devices along fsdp) the barrier lets
+    # the gradients' buffers be written to before they were read, and losses become NaN.
+    return jax.lax.platform_dependent(
+        gradients, tpu=jax.lax.optimization_barrier, default=lambda gradients: gradients
+    )
+
+
+_gradients_together.defvjp(lambda hidden, table: ((hidden, table), None), _together)
+
+
 def microbatch_losses(
     params: model.Params,
     tokens_BL: jax.Array,
@@ -87,6 +113,7 @@ def microbatch_losses(
     settings: config.Config,
     end_of_document: int,
     probes: model.Params | None = None,
+    scales: float8.LayerScales | None = None,
 ) -> loss.LossSums:
     """LossSums of each of a microbatch's sequences [B], from this device's slices.
 
@@ -95,6 +122,8 @@ def microbatch_losses(
       tokens_BL: i32[B, L+1]; position t predicts token t + 1 of its own row.
       weights_B: bool; false for rows that only pad a microbatch.
       probes: as from reductions.probes_for, where gradients are to be digested.
+      scales: of the products in float8, stacked over layers; None: all are in the compute
+        format.
     """
     dtype = precision.compute_dtype(settings.precision)
     order = reductions.order_of(settings.numerics)
@@ -107,7 +136,7 @@ def microbatch_losses(
     )
     top = {name: leaf for name, leaf in params.items() if name != "layers"}
     whole = _gather(top, probes, dtype, order)
-    whole["layers"] = params["layers"], None if probes is None else probes["layers"]
+    whole["layers"] = params["layers"], None if probes is None else probes["layers"], scales
     hidden_BLd = model.hidden(
         whole,
         inputs_BL,
@@ -115,9 +144,12 @@ def microbatch_losses(
         dtype=dtype,
         documents_BL=documents_BL,
         gather_layer=lambda stored: _gather(stored[0], stored[1], dtype, order),
+        layer_product=lambda stored: (
+            None if stored[2] is None else float8.product(stored[2], settings.precision, dtype)
+        ),
         split=split,
     )
-    hidden_BLD, table_VD = split.whole(hidden_BLd), model.unembedding(whole)
+    hidden_BLD, table_VD = _gradients_together(split.whole(hidden_BLd), model.unembedding(whole))
     vocabulary_size, chunk = settings.model.vocabulary_size, settings.numerics.loss_chunk
     weights_BL = (
         None if weights_B is None else jnp.broadcast_to(weights_B[:, None], targets_BL.shape)
@@ -132,33 +164,58 @@ def microbatch_losses(
     return loss.sums_by_sequence(logits_BLV, targets_BL, weights_BL, split)
 
 
+class Summed(NamedTuple):
+    """Of a whole batch; neither gradient nor sums are divided by anything yet."""
+
+    gradient: model.Params  # in the layout of the parameters, float32
+    sums: loss.LossSums  # scalars
+    # u32[microbatches, 2]: digest of each one's own gradient, if log.microbatch_digests.
+    microbatch_digests: jax.Array | None
+    amaxes: dict[str, jax.Array] | None  # of the products in delayed float8, f32[N, 3]
+
+
 def gradients(
-    params: model.Params, tokens: jax.Array, settings: config.Config, end_of_document: int
-) -> tuple[model.Params, loss.LossSums, jax.Array | None]:
+    params: model.Params,
+    tokens: jax.Array,
+    settings: config.Config,
+    end_of_document: int,
+    scale: jax.Array | None = None,
+    scalings: float8.Scalings | None = None,
+) -> Summed:
     """Gradient of the summed objective, and LossSums of the whole batch.
 
     Args:
-      params: this device's slices.
+      params: this device's slices, float32.
       tokens: i32[passes, 1, microbatch, L+1], this device's microbatch of each pass.
-    Returns:
-      Gradients in the layout of `params`, float32; sums as scalars; neither yet divided. Then,
-      if log.microbatch_digests, u32[microbatches, 2]: the digest of each one's own gradient.
+      scale: multiplies the objective where cotangents start; the gradient is still multiplied
+        by it when it comes back.
+      scalings: the train state's, under delayed float8.
     """
     order = reductions.order_of(settings.numerics)
     probes = reductions.probes_for(params) if settings.log.microbatch_digests else None
     num_passes, width = tokens.shape[0], jax.lax.axis_size(sharding.DATA_PARALLEL)
 
+    slots = None if scalings is None else float8.slots(scalings)
+
     def objective(
-        params: model.Params, probes: Any, tokens_BL: jax.Array
+        params: model.Params, probes: Any, slots: Any, tokens_BL: jax.Array
     ) -> tuple[jax.Array, loss.LossSums]:
-        by_sequence = microbatch_losses(params, tokens_BL, None, settings, end_of_document, probes)
+        scales: float8.LayerScales | None = None
+        if scalings is not None:
+            scales = {name: (scalings[name].scale, slot) for name, slot in slots.items()}
+        elif settings.precision.policy == "float8":
+            scales = {}
+        by_sequence = microbatch_losses(
+            params, tokens_BL, None, settings, end_of_document, probes, scales
+        )
         sums = jax.tree.map(functools.partial(jnp.sum, axis=0), by_sequence)
-        return loss.objective(sums, settings.model.z_loss), sums
+        value = loss.objective(sums, settings.model.z_loss)
+        return value if scale is None else value * scale, sums
 
     def one_pass(one: tuple[jax.Array, jax.Array]) -> Any:
         tokens, number = one
-        (gradient, words), sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(
-            params, probes, tokens[0]
+        (gradient, words, amaxes), sums = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)(
+            params, probes, slots, tokens[0]
         )
         # Beside the gradient, whose sum over devices is in its gathers, sums of numbers.
         beside: Any = sums
@@ -166,11 +223,37 @@ def gradients(
             place = number * width + jax.lax.axis_index(sharding.DATA_PARALLEL)
             none = jnp.zeros((num_passes * width, 2), jnp.uint32)
             beside = sums, none.at[place].set(reductions.probed(words))
-        return gradient, jax.tree.map(lambda x: order.over(x, sharding.DATA_PARALLEL), beside)
+        beside = jax.tree.map(lambda x: order.over(x, sharding.DATA_PARALLEL), beside)
+        return gradient, beside, reductions.Largest(amaxes)
 
-    gradient, beside = order.stream(one_pass, (tokens, jnp.arange(num_passes)))
+    zero = rounding.unknown_zero(tokens.reshape(-1)[0])  # no token's id is negative
+    gradient, beside, amaxes = order.stream(one_pass, (tokens, jnp.arange(num_passes)), zero)
     sums, digests = beside if probes is not None else (beside, None)
-    return reductions.complete_over_tensor(gradient, order), sums, digests
+    everywhere = (*sharding.DATA_PARALLEL, "tensor")
+    return Summed(
+        gradient=reductions.complete_over_tensor(gradient, order),
+        sums=sums,
+        microbatch_digests=digests,
+        # A maximum is the same in any order.
+        amaxes=jax.tree.map(lambda x: jax.lax.pmax(x, everywhere), amaxes.values),
+    )
+
+
+def objective_scale(
+    state: TrainState, tokens: jax.Array, precision: config.Precision
+) -> jax.Array | None:
+    """What float16's objective, a sum over targets, is multiplied by: a power of two, f32[].
+
+    It is the loss scale over the number of targets, rounded, so that a loss scale means what
+    it does for trainers that differentiate the mean. None: nothing is scaled.
+    """
+    if precision.policy != "float16":
+        return None
+    passes, _, microbatch, width = tokens.shape
+    num_targets = passes * jax.lax.axis_size(sharding.DATA_PARALLEL) * microbatch * (width - 1)
+    per_target = 2.0 ** -round(math.log2(num_targets))
+    scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+    return scale * per_target
 
 
 def train_step(
@@ -184,31 +267,48 @@ def train_step(
     """One step on this device's slices and microbatches (`compile_step` maps it).
 
     A skipped update leaves parameters, optimizer state and its counts as they were; only
-    the data step advances.
+    the data step advances, and the loss scale hears of an overflow.
     """
     order = reductions.order_of(settings.numerics)
     zero = 0 if settings.numerics.reduction == "fast" else rounding.unknown_zero(state.step)
     matrices = reductions.MatrixReductions(order, zero)
     rule = optimizer.build(settings.optimizer, matrices.mean_squares)
 
-    gradient, sums, microbatch_digests = gradients(state.params, tokens, settings, end_of_document)
+    params = precision.wide(state.params)
+    scale = objective_scale(state, tokens, settings.precision)
+    gradient, sums, microbatch_digests, amaxes = gradients(
+        params, tokens, settings, end_of_document, scale, state.float8
+    )
     per_target = 1.0 / sums.targets.astype(jnp.float32)
-    gradient = jax.tree.map(lambda g: g * per_target, gradient)
+    # Powers of two: multiplied and divided by, they leave the bits of a gradient as they are.
+    unscaled = per_target if scale is None else per_target * (1.0 / scale)
+    gradient = jax.tree.map(lambda g: g * unscaled, gradient)
     gradient_norm = matrices.norm(gradient)
     rate = schedules.rate(settings.schedule)(state.schedule_step) * controls.rate_scale
     updates, optimizer_state = rule.update(
-        gradient, state.optimizer, state.params, gradient_norm=gradient_norm, rate=rate, zero=zero
+        gradient,
+        precision.wide(state.optimizer),
+        params,
+        gradient_norm=gradient_norm,
+        rate=rate,
+        zero=zero,
     )
     # Written so that NaN compares as "skip".
     applied = gradient_norm < controls.skip_above
     after = TrainState(
         step=state.step,
         schedule_step=state.schedule_step + 1,
-        params=optax.apply_updates(state.params, updates),
+        params=optax.apply_updates(params, updates),
         optimizer=optimizer_state,
+        loss_scale=state.loss_scale,
+        float8=None
+        if state.float8 is None or amaxes is None
+        else float8.after(state.float8, amaxes, settings.precision),
     )
-    after = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, state)
-    num_parameters = matrices.num_elements(state.params)
+    after = jax.tree.map(
+        lambda new, old: jnp.where(applied, new.astype(old.dtype), old), after, state
+    )
+    num_parameters = matrices.num_elements(params)
     cross_entropy = sums.cross_entropy * per_target
     z_loss = settings.model.z_loss * (sums.z * per_target)
     vitals = {
@@ -218,7 +318,7 @@ def train_step(
         "mean_log_z": sums.log_z * per_target,
         "gradient_norm": gradient_norm,
         "update_rms": matrices.norm(updates) * num_parameters**-0.5,
-        "parameter_norm": matrices.norm(state.params),
+        "parameter_norm": matrices.norm(params),
         "rate": rate,
         "rate_scale": controls.rate_scale,
         "skip_above": controls.skip_above,
@@ -229,7 +329,15 @@ def train_step(
     }
     if microbatch_digests is not None:
         vitals["microbatch_digests"] = microbatch_digests
-    return after.replace(step=state.step + 1), vitals  # type: ignore[attr-defined]
+    after = after.replace(step=state.step + 1)  # type: ignore[attr-defined]
+    if state.loss_scale is not None:
+        # The norm is of the gradient summed over all devices: all of them decide alike.
+        finite = jnp.isfinite(gradient_norm)
+        next_scale = loss_scaling.after(state.loss_scale, finite, settings.precision)
+        after = after.replace(loss_scale=next_scale)  # type: ignore[attr-defined]
+        vitals["loss_scale"] = state.loss_scale.scale
+        vitals["skips_at_floor"] = next_scale.skips_at_floor
+    return after, vitals
 
 
 # --- compiled for a mesh ------------------------------------------------------------------
@@ -275,6 +383,32 @@ class Program:
             )
         return self.compiled[num_sequences].call(state, batch, controls)
 
+    def adopted(self, state: TrainState) -> TrainState:
+        """A state of another precision policy as this program stores it.
+
+        Parameters and moments are rounded or widened; what a policy remembers of earlier steps
+        is kept where both have it in one form, and begins anew elsewhere.
+        """
+        like, precise = self.state_shapes, self.settings.precision
+
+        def remembered(old: Any, wanted: Any, begin: collections.abc.Callable[[], Any]) -> Any:
+            forms = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (old, wanted)]
+            return old if forms[0] == forms[1] else begin()
+
+        state = state.replace(  # type: ignore[attr-defined]
+            loss_scale=remembered(
+                state.loss_scale, like.loss_scale, lambda: loss_scaling.init(precise)
+            ),
+            float8=remembered(
+                state.float8,
+                like.float8,
+                lambda: float8.init(precise, self.settings.model.num_layers),
+            ),
+        )
+        return jax.tree.map(
+            lambda x, shape: jax.device_put(x.astype(shape.dtype), shape.sharding), state, like
+        )
+
     def rows_here(self, num_sequences: int) -> np.ndarray:
         """Which rows of a batch this process's devices hold, in the order that `put` takes."""
         mesh, size = self.settings.mesh, self.settings.numerics.microbatch
@@ -313,16 +447,21 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
     )
     whole = optimizer.build(settings.optimizer, mean_squares=_unused)
 
-    def fresh() -> TrainState:
-        params = model.init(jax.random.key(settings.seed), settings.model)
+    def fresh(zero: jax.Array) -> TrainState:
+        dtype = precision.stored_dtype(settings.precision)
+        params = precision.stored(
+            model.init(jax.random.key(settings.seed), settings.model, zero), dtype
+        )
         return TrainState(
             step=jnp.int32(0),
             schedule_step=jnp.int32(0),
             params=params,
             optimizer=whole.init(params),
+            loss_scale=loss_scaling.init(settings.precision),
+            float8=float8.init(settings.precision, settings.model.num_layers),
         )
 
-    shapes = jax.eval_shape(fresh)
+    shapes = jax.eval_shape(fresh, np.int32(0))
     shards = sharding.shardings(mesh, shapes)
     shapes = jax.tree.map(
         lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, shards
@@ -352,7 +491,8 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
         settings=settings,
         mesh=mesh,
         state_shapes=shapes,
-        init=jax.jit(fresh, out_shardings=shards),
+        # An argument, because the compiler must not know that it is 0.
+        init=functools.partial(jax.jit(fresh, out_shardings=shards), np.int32(0)),
         traceable_step=jax.jit(
             step, donate_argnums=0, out_shardings=(shards, None), compiler_options=options
         ),

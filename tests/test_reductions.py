@@ -81,7 +81,7 @@ def test_streamed_sum_is_one_tree_a_block_and_blocks_in_order(data, fsdp, num_bl
     order = reductions.Canonical(lanes)
 
     def body(passes):  # f32[passes, 1, 64], this device's
-        return order.stream(lambda x: order.over(x[0], D_P), passes)
+        return order.stream(lambda x: order.over(x[0], D_P), passes, 0)
 
     summed = on_mesh(mesh_of(data, fsdp), body, PartitionSpec(None, D_P), PartitionSpec())(
         terms.reshape(-1, width, 64)
@@ -113,7 +113,7 @@ def test_streamed_sum_keeps_negative_zeros_and_counts_exactly():
     terms = np.full((8, 1, 4), -0.0, np.float32), np.full((8, 1), 2**24 + 1, np.int32)
 
     def body(passes):
-        return reductions.Canonical(8).stream(lambda x: jax.tree.map(lambda y: y[0], x), passes)
+        return reductions.Canonical(8).stream(lambda x: jax.tree.map(lambda y: y[0], x), passes, 0)
 
     zeros, count = on_mesh(mesh_of(1, 1), body, PartitionSpec(), PartitionSpec())(terms)
     assert np.asarray(zeros).tobytes() == np.full(4, -0.0, np.float32).tobytes()

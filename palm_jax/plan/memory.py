@@ -1,8 +1,9 @@
 """Bytes of a run's arrays on each device, from its config and the rules that cut axes.
 
 Letters as in model.py. Counts are exact Python integers. They hold what a step takes, and the
-gradient; not activations, nor the parameters that it makes whole or compute in another format,
-nor the partial sums while it adds up gradients: only a compiled step tells those.
+gradient, which is float32 under every policy; not activations, nor the parameters that it makes
+whole or compute in another format, nor the partial sums while it adds up gradients: only a
+compiled step tells those.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ Rules = collections.abc.Mapping[str, str | None]  # letter -> the mesh axis that
 Groups = dict[str, int]  # group of parameters -> bytes
 
 INT32_BYTES = 4
+BFLOAT16_BYTES = 2
+NUM_COUNTERS = 3  # the state's: step, updates for the rate, updates for the optimizer
 
 
 def sizes(model: config.Model) -> dict[str, int]:
@@ -54,7 +57,7 @@ def parameter_axes(model: config.Model) -> dict[str, tuple[str, ...]]:
 
 
 def moments(optimizer: config.Adafactor | config.AdamW) -> tuple[str, str]:
-    """Names of what the optimizer keeps of every parameter, in its own form, float32."""
+    """Names of what the optimizer keeps of every parameter, in its own form."""
     match optimizer:
         case config.Adafactor():
             return "momentum", "second_moment"
@@ -62,12 +65,38 @@ def moments(optimizer: config.Adafactor | config.AdamW) -> tuple[str, str]:
             return "first_moment", "second_moment"
 
 
+def stored_bytes(precision: config.Precision) -> int:
+    """Bytes of one element of a parameter or of a moment between steps."""
+    return BFLOAT16_BYTES if precision.policy == "bfloat16_pure" else FLOAT32_BYTES
+
+
+def scaling_bytes(settings: config.Config) -> int:
+    """Bytes of what a policy remembers of earlier steps, on every device: scales."""
+    precision = settings.precision
+    if precision.policy == "float16" and precision.loss_scale != "none":
+        return FLOAT32_BYTES + 3 * INT32_BYTES  # the scale and its counters
+    if precision.policy == "float8" and precision.float8_scaling == "delayed":
+        # Of five products' inputs, kernel and gradient: the largest values, and a scale.
+        numbers = settings.model.num_layers * 5 * 3 * (precision.float8_history + 1)
+        return FLOAT32_BYTES * numbers
+    return 0
+
+
+def state_bytes(settings: config.Config) -> int:
+    """Bytes of a whole train state, once, which a checkpoint holds uncompressed."""
+    axes = sizes(settings.model)
+    leaves = [axes_of for group in parameter_axes(settings.model).values() for axes_of in group]
+    elements = sum(math.prod(axes[letter] for letter in leaf) for leaf in leaves)
+    arrays = (1 + len(moments(settings.optimizer))) * elements * stored_bytes(settings.precision)
+    return arrays + NUM_COUNTERS * INT32_BYTES + scaling_bytes(settings)
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceBytes:
     """Bytes on one device; on every other one they are the same."""
 
     arrays: dict[str, Groups]  # parameters, each moment, and the gradient
-    counters: int  # the state's: step, updates for the rate, updates for the optimizer
+    counters: int  # the state's: step, updates for the rate and the optimizer, scales
     batch: int  # tokens of the largest batch
     controls: int
 
@@ -94,15 +123,19 @@ def on_each_device(settings: config.Config, rules: Rules) -> DeviceBytes:
       rules: sharding.RULES.
     """
     here = sizes_on_device(settings, rules)
-    parameters = {
-        group: FLOAT32_BYTES * sum(math.prod(here[letter] for letter in axes) for axes in leaves)
+    elements = {
+        group: sum(math.prod(here[letter] for letter in axes) for axes in leaves)
         for group, leaves in parameter_axes(settings.model).items()
     }
-    names = ("parameters", *moments(settings.optimizer), "gradient")
+    stored = stored_bytes(settings.precision)
+    kept = dict.fromkeys(("parameters", *moments(settings.optimizer)), stored)
     rows = max(settings.data.ramp.sizes) // settings.mesh.data_parallel
     return DeviceBytes(
-        arrays={name: dict(parameters) for name in names},
-        counters=3 * INT32_BYTES,
+        arrays={
+            name: {group: size * number for group, number in elements.items()}
+            for name, size in (kept | {"gradient": FLOAT32_BYTES}).items()
+        },
+        counters=NUM_COUNTERS * INT32_BYTES + scaling_bytes(settings),
         batch=INT32_BYTES * rows * (settings.model.sequence_length + 1),
         controls=2 * FLOAT32_BYTES,
     )

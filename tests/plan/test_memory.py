@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from palm_jax import config, sharding, step
 from palm_jax.plan import flops, memory
+from palm_jax.record.checkpoints import bytes_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 # Every kind of leaf: two tables, and scales that no mesh cuts.
 ALL_LEAVES = {"model.qk_norm": True, "model.tied_embedding": False}
+POLICIES = ("float32", "bfloat16", "bfloat16_pure", "float16", "float8")
 GROUP = {"embedding": "embedding", "unembedding": "embedding", "norm_scale": "norms"}
 GROUP |= {"query_norm_scale": "norms", "key_norm_scale": "norms"}
 GROUP |= dict.fromkeys(("w_query", "w_key", "w_value", "w_attention"), "attention")
@@ -41,11 +43,22 @@ def bytes_by_device(tree) -> dict[jax.Device, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "optimizer"),
-    [((1, 8, 1), "adafactor"), ((1, 4, 2), "adamw"), ((2, 2, 2), "adafactor")],
+    ("mesh", "optimizer", "policy"),
+    [
+        ((1, 8, 1), "adafactor", "float32"),
+        ((1, 4, 2), "adamw", "bfloat16"),
+        ((2, 2, 2), "adafactor", "bfloat16_pure"),
+        ((2, 2, 2), "adamw", "float16"),
+        pytest.param((1, 4, 2), "adafactor", "float8", marks=pytest.mark.slow),
+    ],
 )
-def test_planned_bytes_are_those_of_every_devices_shards(small, mesh, optimizer):
-    settings = small(optimizer={"name": optimizer}, **ALL_LEAVES, **on(mesh))
+def test_planned_bytes_are_those_of_every_devices_shards(small, mesh, optimizer, policy):
+    settings = small(
+        optimizer={"name": optimizer},
+        **{"precision.policy": policy, "precision.float8_history": 5},
+        **ALL_LEAVES,
+        **on(mesh),
+    )
     program = step.make_program(settings, sharding.make_mesh(settings.mesh), 256)
     state = program.init()
     if optimizer == "adafactor":
@@ -82,6 +95,13 @@ def test_one_device_holds_the_whole_state(small):
     planned = memory.on_each_device(settings, sharding.RULES)
     state = flops.state_bytes(settings.model, settings.optimizer)
     assert planned.state - planned.counters == state
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_planned_state_is_that_of_the_program(small, policy):
+    settings = small(**ALL_LEAVES, **{"precision": {"policy": policy}}, **on((1, 4, 2)))
+    shapes = step.make_program(settings, sharding.make_mesh(settings.mesh), 256).state_shapes
+    assert memory.state_bytes(settings) == bytes_of(shapes)
 
 
 def test_numbers_by_hand():
