@@ -15,7 +15,18 @@ from typing import NoReturn
 
 import typer
 
-from palm_jax.cli import branch, compile, data, doctor, logbook, replay, selftest, train
+from palm_jax.cli import (
+    branch,
+    compile,
+    data,
+    doctor,
+    logbook,
+    replay,
+    report,
+    selftest,
+    spikes,
+    train,
+)
 from palm_jax.errors import CannotDo, WrongInput
 
 OUR_DEFECT = 5
@@ -41,11 +52,13 @@ app.command(
     epilog="Example: palm-jax bundle runs/quickstart --steps 100:140 --out incident.tar.gz"
 )(replay.bundle)
 app.add_typer(branch.app, name="branch")
+app.add_typer(spikes.app, name="spikes")
 app.command(
     epilog="Example: palm-jax intervene runs/quickstart --at 200 schedule.peak=0.01 "
     "--reason 'the norm drifts'"
 )(branch.intervene)
 app.command(epilog="Example: palm-jax logbook runs/quickstart")(logbook.logbook)
+app.command(epilog="Example: palm-jax report runs/quickstart")(report.report)
 app.command(
     epilog="Example: palm-jax compile configs/palm_540b.yaml --topology v4:12x16x16 --slices 2"
 )(compile.compile)

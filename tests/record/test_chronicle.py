@@ -18,6 +18,7 @@ import pytest
 
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import chronicle, logbook
+from palm_jax.record.chronicle import histories, teller
 
 
 def at(clock: str) -> str:
@@ -122,6 +123,7 @@ def test_a_run_without_trouble_is_told_in_three_entries(tmp_path):
 | ends without a stop | 0 |
 | skipped updates | 0 |
 | losses not finite | 0 |
+| incidents | 0 |
 | differences | 0 |
 | torn lines | 0 |
 """
@@ -207,6 +209,9 @@ def test_a_crash_costs_the_steps_after_the_state_from_which_the_run_went_on(tmp_
         "ends_without_stop": 1,
         "interventions": 0,
         "promotions": 0,
+        "incidents": 0,
+        "alarms": 0,
+        "decisions": 0,
         "notes": 0,
         "differences": 0,
         "skipped_updates": 0,
@@ -361,6 +366,43 @@ def test_a_rollback_leaves_steps_behind_and_opens_a_segment(tmp_path):
     assert {key: numbers[key] for key in wanted} == wanted
 
 
+def departs(run: pathlib.Path, segment: int, parent: int | None, step: int) -> None:
+    """The description of a segment of the run."""
+    path = run / "segments" / f"{segment:03d}" / "segment.json"
+    path.parent.mkdir(parents=True)
+    place = None if parent is None else {"segment": parent, "step": step}
+    path.write_text(json.dumps({"segment": segment, "parent": place, "start_step": step}))
+
+
+def test_a_promoted_branch_of_an_older_segment_takes_that_segments_steps_up_again(tmp_path):
+    run = write(tmp_path, *rolled_back())
+    for segment, parent, step in [(0, None, 0), (1, 0, 10), (2, 0, 14)]:
+        departs(run, segment, parent, step)
+    text = chronicle.render(run)
+    # Segment 1 began at step 10; the branch left segment 0, which had steps 10 to 13 itself.
+    assert (
+        """
+- Left behind: 10 recorded steps (10 to 19), 5.0 s of training.
+- Taken up again: 4 recorded steps (10 to 13), 2.0 s of training.
+
+## 2026-03-01 12:00:00 UTC: the branch's records from step 14 on, now segment 2
+"""
+        in text
+    )
+    numbers = chronicle.summary(run)
+    # Segment 0 loses 14 to 19, segment 1 all of its ten.
+    assert (numbers["steps_made"], numbers["steps_left_behind"]) == (18, 6 + 10)
+    assert numbers["left_behind_seconds"] == 8.0
+
+
+def test_a_damaged_description_of_a_segment_is_an_error_that_names_it(tmp_path):
+    run = write(tmp_path, *rolled_back())
+    departs(run, 1, 0, 10)
+    (run / "segments" / "001" / "segment.json").write_text("{")
+    with pytest.raises(CannotDo, match=r"001/segment\.json is damaged"):
+        chronicle.render(run)
+
+
 def test_a_start_in_another_segment_leaves_steps_behind_even_if_nothing_announced_it(tmp_path):
     before, _, after, *_ = rolled_back()
     text = chronicle.render(write(tmp_path, before, after))
@@ -430,14 +472,85 @@ def test_a_difference_is_told_with_both_bits_and_ends_the_process(tmp_path):
     assert "still running" not in text
 
 
+def test_incidents_and_decisions_are_told_in_words(tmp_path):
+    seen = {"segment": 0, "kind": "jump", "onset": 7, "detected": 8, "vital": "loss"}
+    records = [
+        start("10:00:00", 0, 0, 60),
+        *steps(0, 9),
+        event("incident", "10:00:05", **seen, value=7.25, limit=5.512345, outcome=None),
+        event(
+            "decision",
+            "10:00:06",
+            **{"segment": 0, "step": 8, "incident": ["jump", 7, 8], "action": "rollback"},
+            **{"checkpoint": 4, "again": True, "exclude": [3, 9]},
+        ),
+        event("incident_closed", "10:00:07", **seen, outcome="bad plateau", closed=9, rows=[1, 2]),
+        event("incident", "10:00:08", incident=3, step=9, kind="a <b>"),
+        event("decision", "10:00:09", step=9),
+        event("incident", "10:00:10", segment=0, kind="jump"),
+    ]
+    text = chronicle.render(write(tmp_path, records))
+    assert (
+        """
+## 2026-03-01 10:00:05 UTC: incident: jump of loss, at step 7, segment 0
+
+- Detected: 8.
+- Value: 7.25.
+- Limit: 5.5123.
+
+## 2026-03-01 10:00:06 UTC: decided: rollback (incident jump since step 7), at step 8, segment 0
+
+- Checkpoint: 4.
+- Again: yes.
+- Exclude: 3, 9.
+
+## 2026-03-01 10:00:07 UTC: incident, jump since step 7, closed: bad plateau, at step 9, segment 0
+
+- Detected: 8.
+- Vital: loss.
+- Rows: 1, 2.
+
+## 2026-03-01 10:00:08 UTC: incident 3: a \\<b>, at step 9
+
+## 2026-03-01 10:00:09 UTC: decision, at step 9
+
+## 2026-03-01 10:00:10 UTC: event `incident`
+
+- `segment`: `0`
+- `kind`: `"jump"`
+"""
+        in text
+    )
+    numbers = chronicle.summary(tmp_path)
+    assert (numbers["incidents"], numbers["decisions"]) == (2, 2)
+    assert "| incidents | 2 |" in text
+
+
+def test_alarms_and_traces_are_told_with_the_steps_around_them(tmp_path):
+    def alarm(step: int, vital: str = "gradient_norm") -> dict[str, Any]:
+        return event("alarm", "10:00:05", segment=0, step=step, kind="high", vital=vital, value=2.5)
+
+    traced = event(
+        "profile", "10:00:04", segment=0, step=3, stop_step=6, folder="segments/000/profile/3"
+    )
+    records = [start("10:00:00", 0, 0, 60), *steps(0, 9), traced, *map(alarm, (3, 4, 6))]
+    records += [alarm(7, f"v{n}") for n in range(14)]
+    text = chronicle.render(write(tmp_path, [*records, *steps(9, 12)]))
+    assert text.count("\n## ") == 4  # the start, one stretch, an end, the summary
+    assert "- Alarm high, gradient_norm, at 3 steps: 3 to 4, 6." in text
+    assert "- Alarm high, v10, at 1 step: 7." in text
+    assert "- Alarm for other reasons, at 3 steps: 7, 7, 7." in text
+    assert "- The profiler traced steps 3 to 5, in `segments/000/profile/3`." in text
+
+
 def test_an_unknown_event_is_told_with_all_its_fields(tmp_path):
-    strange = event("incident", "10:00:00", segment=0, step=3, kind="spike", rows=[{"a|b": None}])
+    strange = event("surprise", "10:00:00", segment=0, step=3, kind="spike", rows=[{"a|b": None}])
     damaged = event("checkpoint", "10:00:01", segment=0, step="four")
     untimed = {"event": "odd", "time": "yesterday", "text": "a`b"}
     text = chronicle.render(write(tmp_path, [strange, damaged, untimed]))
     assert (
         """
-## 2026-03-01 10:00:00 UTC: event `incident`
+## 2026-03-01 10:00:00 UTC: event `surprise`
 
 - `segment`: `0`
 - `step`: `3`
@@ -572,8 +685,9 @@ FIELDS = [
     "loss", "bits_per_byte", "state_digest", "signal", "field",
     "first", "again", "attempt", "at", "changes",
     "exclusions", "branch", "reason", "text", "time",
+    "kind", "vital", "action", "incident", "value", "folder", "onset", "detected",
 ]  # fmt: skip
-EVENTS = [*chronicle._PLACE, "incident", "step"]
+EVENTS = [*teller.PLACE, "surprise", "step"]
 
 
 @st.composite
@@ -581,7 +695,7 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
     name = draw(st.sampled_from(EVENTS))
     fields = draw(st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=5))
     record = {"event": name, **fields}
-    for key in ("segment", "step", "from_step"):
+    for key in ("segment", "step", "from_step", "stop_step"):
         record[key] = draw(WHOLE)
     if name == "step":
         record["attempt"] = draw(WHOLE)
@@ -615,7 +729,52 @@ def test_any_sequence_of_events_is_told_and_every_attempt_is_accounted_for(parts
         assert line == "" or line.startswith(("# ", "## ", "- ", "| "))
         assert not line.startswith("| ") or line.count("|") == 3
     num_entries = sum(
-        record["event"] not in ("step", "program", "evaluation", "checkpoint") for record in told
+        record["event"] not in ("step", "program", "evaluation", "checkpoint", "profile", "alarm")
+        for record in told
     )
     assert outside.count("\n## ") - 1 >= num_entries
     assert logbook.plain(numbers) == numbers
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "add", "go_on", "enter"]), st.integers(0, 9)), max_size=40
+    ),
+    st.lists(st.integers(0, 5), min_size=8, max_size=8),
+    st.booleans(),
+)
+def test_the_present_history_is_that_of_a_plain_list_of_attempts(moves, parent_of, merged):
+    """A history is a list of (step, segment, attempt); departing copies the parent's."""
+    parents = {segment: parent % segment for segment, parent in enumerate(parent_of, start=1)}
+    followed: histories.Histories[int] = histories.Histories(parents)
+    followed.enter(0, 0)
+    plain: dict[int, list[tuple[int, int, int]]] = {0: []}
+    segment = 0
+    for attempt, (move, number) in enumerate(moves):
+        before = plain[segment]
+        if move == "add":
+            step = before[-1][0] + 1 if before else number
+            value = 0 if merged else attempt
+            before.append((step, segment, value))
+            followed.add(step, value)
+        elif move == "go_on":
+            plain[segment] = [row for row in before if row[0] < number]
+            lost = followed.go_on(number)
+            assert spread(lost) == [row for row in before if row[0] >= number]
+        elif segment < 8:
+            segment += 1
+            plain[segment] = [row for row in plain[parents[segment]] if row[0] < number]
+            left, again = followed.enter(segment, number)
+            if not merged:  # else equal rows need not be the same attempts
+                assert spread(left) == [row for row in before if row not in plain[segment]]
+                assert spread(again) == [row for row in plain[segment] if row not in before]
+            assert len(before) - len(spread(left)) == len(plain[segment]) - len(spread(again))
+    assert spread(followed.rows) == plain[segment]
+    assert len(followed) == len(plain[segment])
+    for number in range(9):
+        rows = followed.of(number)
+        assert (None if rows is None else spread(rows)) == plain.get(number)
+
+
+def spread(rows: histories.Rows[int]) -> list[tuple[int, int, int]]:
+    return [(step, row.segment, row.value) for row in rows for step in range(row.first, row.stop)]

@@ -1,0 +1,77 @@
+"""Parts of entries: environments, changed settings, torn lines, the table of all numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from palm_jax.record.chronicle import values, words
+from palm_jax.record.chronicle.values import Record
+
+
+def first_environment(record: Record) -> list[str]:
+    lines = []
+    if values.is_whole(record.get("parameters")):
+        lines.append(f"Parameters: {record['parameters']:,}.")
+    environment = record.get("environment")
+    if isinstance(environment, dict):
+        names = (
+            "jax",
+            "jaxlib",
+            "libtpu",
+            "device_kind",
+            "device_count",
+            "process_count",
+            "commit",
+        )
+        there = [name for name in names if environment.get(name) is not None]
+        told = ", ".join(f"{words.code(name)} {words.value(environment[name])}" for name in there)
+        lines += [f"Environment: {told}."] if told else []
+    return lines
+
+
+def changes(of: str, changes: Any) -> list[str]:
+    if not changes:
+        return []
+    if not isinstance(changes, dict):
+        return [f"{of}changed: {words.value(changes)}."]
+    lines = []
+    for key, both in changes.items():
+        if isinstance(both, list) and len(both) == 2:
+            lines.append(
+                f"{of}{words.code(key)} was {words.value(both[0])}, is {words.value(both[1])}."
+            )
+        else:
+            lines.append(f"{of}{words.code(key)} changed: {words.value(both)}.")
+    return lines
+
+
+def torn_line(where: str) -> str:
+    return f"{words.code(where)} is torn: a process died while writing it. It was left out."
+
+
+def table(totals: dict[str, Any]) -> str:
+    redone, left = (
+        words.duration(totals["redone_seconds"]),
+        words.duration(totals["left_behind_seconds"]),
+    )
+    rows = {
+        "steps made": f"{totals['steps_made']:,}",
+        "attempts": f"{totals['attempts']:,}",
+        "steps redone": f"{totals['steps_redone']:,} ({redone})",
+        "steps left behind": f"{totals['steps_left_behind']:,} ({left})",
+        "sequences excluded": f"{totals['sequences_excluded']:,}",
+        "time training": words.duration(totals["training_seconds"]),
+        "time compiling": words.duration(totals["compile_seconds"]),
+        "segments": f"{totals['segments']:,}",
+        "starts": f"{totals['starts']:,}",
+        "ends without a stop": f"{totals['ends_without_stop']:,}",
+        "skipped updates": f"{totals['skipped_updates']:,}",
+        "losses not finite": f"{totals['non_finite_losses']:,}",
+        "incidents": f"{totals['incidents']:,}",
+        "differences": f"{totals['differences']:,}",
+        "torn lines": f"{len(totals['torn_lines']):,}",
+    }
+    if totals["attempts_without_time"]:
+        rows["attempts without a measured time"] = f"{totals['attempts_without_time']:,}"
+    lines = ["| in all | |", "| --- | ---: |"]
+    return "\n".join(["## Summary", "", *lines, *(f"| {k} | {v} |" for k, v in rows.items())])
