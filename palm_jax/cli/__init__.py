@@ -20,6 +20,7 @@ from palm_jax.cli import (
     compile,
     data,
     doctor,
+    lab,
     logbook,
     replay,
     report,
@@ -65,6 +66,7 @@ app.command(
 app.command(epilog="Example: palm-jax doctor configs/quickstart.yaml --run runs/quickstart")(
     doctor.doctor
 )
+app.add_typer(lab.app, name="lab")
 app.add_typer(selftest.app, name="selftest")
 
 

@@ -1,0 +1,1 @@
+"""Experiments on a run's own states: what would another choice do here?"""
