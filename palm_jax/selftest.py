@@ -1,6 +1,8 @@
-"""Whether this machine gives equal bits: a tiny run, made again in ways that should not matter.
+"""What a machine can be asked before a run: does it give equal bits, and the right losses?
 
-Everything is done by the command line in processes of its own, as a person would.
+`bits` makes a tiny run, and makes it again in ways that should not matter. Everything there is
+done by the command line in processes of its own, as a person would. `parity` compares losses
+with a CPU's.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import random
 import signal
 import subprocess
 import sys
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from palm_jax import config, doctor, probe
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import logbook
+
+if TYPE_CHECKING:
+    from palm_jax.parity import Outcome
 
 STEPS = 20
 SAVE_EVERY = 4  # steps
@@ -353,3 +358,35 @@ def _on_another_mesh(place: Place, wanted: config.Config, platform: str, tell: T
         other = [f"mesh.data={data}", f"mesh.fsdp={fsdp}"]
     tell(what.replace("replayed", "replaying"))
     return _replayed(place, what, 0, other)
+
+
+# --- losses -------------------------------------------------------------------------------
+
+
+def parity(settings: config.Config) -> tuple[Outcome, str]:
+    """The losses of a fresh model here and on a CPU, and what to say if they are too far apart.
+
+    For a process in which start() has been called. The tokens are random.
+
+    Raises:
+      CannotDo: there is no such mesh, or the CPU cannot compute this model.
+    """
+    import jax
+    import numpy as np
+
+    from palm_jax import parity as comparison
+    from palm_jax import sharding, step
+
+    model, (size, *_) = settings.model, settings.data.ramp.sizes
+    end_of_document = 0  # now and then one of the tokens, so that a text has several
+    program = step.make_program(settings, sharding.make_mesh(settings.mesh), end_of_document)
+    tokens = np.random.default_rng(settings.seed).integers(
+        model.vocabulary_size, size=(size, model.sequence_length + 1), dtype=np.int32
+    )
+    places = jax.tree.map(lambda leaf: leaf.sharding, program.state_shapes.params)
+    params = jax.jit(lambda: program.init().params, out_shardings=places)()
+    rows = tokens[program.rows_here(size)]
+    outcome = comparison.examine(program, params, rows, end_of_document)
+    if isinstance(outcome, str):
+        raise CannotDo(f"cannot compare: {outcome}")
+    return outcome, comparison.refusal(outcome, settings.precision.policy)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies
 from typer.testing import CliRunner
 
-from palm_jax import cli, config, errors, probe, selftest
+from palm_jax import cli, config, errors, parity, probe, selftest
 from palm_jax.selftest import Record, Trial
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -214,6 +214,40 @@ def test_what_could_not_be_tried_is_no_difference(monkeypatch):
     assert done.exit_code == 0
     assert "not tried  b  one device" in done.stdout
     assert "identical: true" in done.stdout
+
+
+def parity_said(small, tmp_path, monkeypatch, *arguments: str, **changes):
+    (tmp_path / "small.yaml").write_text(config.to_yaml(small(**changes)))
+    # It would emulate devices anew in a process that has them.
+    monkeypatch.setattr("palm_jax.cli.selftest.prepare_jax", lambda settings: None)
+    return CliRunner().invoke(
+        cli.app, ["selftest", "parity", str(tmp_path / "small.yaml"), *arguments]
+    )
+
+
+def test_losses_of_a_mesh_are_close_to_those_of_one_device(small, tmp_path, monkeypatch):
+    mesh = {"mesh.fsdp": 2, "mesh.tensor": 2}
+    done = parity_said(small, tmp_path, monkeypatch, "--json", **mesh)
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["close"] is True
+    assert said["sequences"] == 4
+    assert said["difference"] < said["tolerance"] == parity.TOLERANCE["float32"]
+
+
+def test_losses_too_far_apart_are_the_answer_no(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(parity.TOLERANCE, "float32", -1.0)
+    done = parity_said(small, tmp_path, monkeypatch)
+    assert done.exit_code == 1
+    assert "close enough: false" in done.stdout
+    assert "JAX_DEFAULT_MATMUL_PRECISION=highest" in done.stderr
+
+
+def test_losses_that_a_cpu_cannot_compute_are_no_answer(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, "LARGEST", 1)
+    done = parity_said(small, tmp_path, monkeypatch)
+    assert isinstance(done.exception, errors.CannotDo)
+    assert "parameters are more than the 1 that" in str(done.exception)
 
 
 @pytest.mark.slow

@@ -227,6 +227,11 @@ def test_install_brings_a_bundle_to_every_node(desk):
     )
 
 
+def test_install_names_the_bucket_to_every_worker(desk):
+    lines = desk.dry("install", "pod", ZONE, "--bucket", "palm-bucket")
+    assert remote_command(lines[-1]).endswith("_tpu_worker install '' palm-bucket")
+
+
 def test_run_status_tail_and_stop(desk):
     plain = ("run", "pod", "configs/tiny.yaml", "--run=/mnt/r", "steps=5", ZONE)
     ssh = f"{TPU_VM} ssh pod {ZONE} --worker=all '--command=palm_jax/scripts/_tpu_worker"
@@ -414,6 +419,58 @@ def test_run_lives_from_run_to_stop_and_is_alone(desk):
     assert desk.run("stop", "pod")[1].count("exit code 4") == 2
 
 
+def bucket_tools(desk: Desk, gcsfuse: str | None) -> None:
+    """Stand-ins for what mounts a bucket; a file of the worker says whether one is mounted."""
+    desk.program("sudo", '#!/usr/bin/env bash\necho "sudo $*" >>"$HOME/mounting"\n')
+    desk.program("mountpoint", '#!/usr/bin/env bash\n[ -e "$HOME/is_mounted" ]\n')
+    if gcsfuse is not None:
+        desk.program(
+            "gcsfuse", f'#!/usr/bin/env bash\necho "gcsfuse $*" >>"$HOME/mounting"\n{gcsfuse}\n'
+        )
+
+
+def test_bucket_is_mounted_once_on_every_worker_so_that_a_run_can_live_there(desk):
+    homes = workers(desk)
+    bucket_tools(desk, 'touch "$HOME/is_mounted"')
+    desk.run(*POD, "--slices=2")
+    for _ in range(2):
+        code, output = desk.run("install", "pod", "--bucket=palm-bucket")
+        assert code == 0, output
+    for home in (homes / "pod-0", homes / "pod-1"):
+        commands = (home / "mounting").read_text().splitlines()
+        assert commands[0] == "sudo mkdir -p /mnt/palm-bucket"
+        assert commands[1] == f"sudo chown {os.getuid()}:{os.getgid()} /mnt/palm-bucket"
+        mount, *more = commands[2:]
+        assert more == []  # not again where it is mounted
+        assert mount.startswith("gcsfuse --")
+        assert mount.endswith(" palm-bucket /mnt/palm-bucket")
+        # Without them fsync would save nothing of a file that is still open, and one worker
+        # would not see what another wrote.
+        for option in ("--enable-streaming-writes=false", "--metadata-cache-ttl-secs=0"):
+            assert option in mount.split()
+
+
+def test_bucket_that_cannot_be_mounted_ends_the_installation(desk):
+    homes = workers(desk)
+    bucket_tools(desk, "exit 1")
+    desk.run(*POD)
+    code, output = desk.run("install", "pod", "--bucket=palm-bucket")
+    assert code == 3
+    assert "did not mount palm-bucket" in output
+    assert not (homes / "pod" / "installed").exists()
+
+
+def test_missing_gcsfuse_is_said(desk):
+    if shutil.which("gcsfuse"):
+        pytest.skip("this machine has gcsfuse")
+    workers(desk)
+    bucket_tools(desk, None)
+    desk.run(*POD)
+    code, output = desk.run("install", "pod", "--bucket=palm-bucket")
+    assert code == 3
+    assert "needs gcsfuse" in output
+
+
 def test_stop_that_is_repeated_signals_once(desk):
     """gcloud repeats a command whose connection broke; a second signal would skip the save."""
     home = workers(desk) / "pod"
@@ -454,6 +511,7 @@ def test_stop_that_is_repeated_signals_once(desk):
         (("create", "pod", ZONE, "--accelerator-type=v4"), "--accelerator-type v4"),
         (("create", "pod", ZONE, "--accelerator-type=v3-8", "--slices=2"), "only one for v3-8"),
         (("create", "pod", ZONE, "--accelerator-type=v9-8"), "--runtime-version is missing"),
+        (("install", "pod", ZONE, "--bucket=gs://palm"), "--bucket gs://palm"),
         (("run", "pod", ZONE), "CONFIG is missing"),
         (("run", "pod", ZONE, "configs/none.yaml"), "CONFIG configs/none.yaml"),
         (("run", "pod", ZONE, "configs/tiny.yaml"), "--run"),

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from palm_jax.cli.terms import DIFFERENT, AsJson, print_json
+from palm_jax import config
+from palm_jax.cli.terms import DIFFERENT, AsJson, Overrides, prepare_jax, print_json
 
 app = typer.Typer(help="Try the promises of this package on this machine.", no_args_is_help=True)
 
@@ -76,4 +77,35 @@ def bits(
         told = f"{trying.PROVES} {trying.DOES_NOT_PROVE}"
         print(textwrap.fill(told if report.identical else trying.DOES_NOT_PROVE, 100))
     if not report.identical:
+        raise typer.Exit(DIFFERENT)
+
+
+@app.command(epilog="Example: palm-jax selftest parity configs/palm_8b.yaml model.num_layers=4")
+def parity(
+    config_file: Annotated[pathlib.Path, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether this machine's devices compute the loss that a CPU computes.
+
+    Makes the fresh model of CONFIG on its mesh and on one CPU device, and compares the losses
+    of a few sequences of random tokens; a run that is not on a CPU does so before its first
+    step. Needs no corpus. On a slice of several hosts, run it on all of them at the same time.
+    Exit code 0: close enough; 1: not; 3: cannot tell here.
+    """
+    settings = config.load(config_file, overrides or ())
+    prepare_jax(settings)
+
+    from palm_jax import selftest as trying
+
+    outcome, refusal = trying.parity(settings)
+    if as_json:
+        print_json({"close": outcome.passes, **dataclasses.asdict(outcome)})
+    else:
+        print(f"{outcome.platform:4} {outcome.loss:.9g} nats")
+        print(f"cpu  {outcome.loss_on_cpu:.9g} nats, the same {outcome.sequences} sequences")
+        print(f"a number of one differs by at most {outcome.difference:.2g} of itself")
+        print(f"close enough: {'true' if outcome.passes else 'false'} (<= {outcome.tolerance:g})")
+    if not outcome.passes:
+        print(refusal, file=sys.stderr)
         raise typer.Exit(DIFFERENT)
