@@ -249,7 +249,8 @@ class Mesh(Section):
 
 class Checkpoint(Section):
     every: PositiveInt = 100  # steps
-    keep_last: PositiveInt = 3
+    # The newest, and enough older ones to go back to from an incident seen late.
+    keep_last: PositiveInt = 5
     keep_best: NaturalInt = 1  # by held-out loss
     keep_every: PositiveInt | None = None  # steps
 
@@ -308,6 +309,8 @@ class Log(Section):
     # Of each microbatch's own gradient: names the lane, and so the host, where runs part.
     microbatch_digests: bool = False
     tensorboard: bool = True
+    # Run by the shell at each alarm and incident, with the event as a line of JSON on its input.
+    alert_command: str | None = None
     peak_flops: PositiveFloat | None = None  # FLOP/s of one device, where it is not known
     profile: str | None = None  # "A:B": a profiler's trace of steps A to B - 1
 

@@ -50,10 +50,16 @@ class TrainingProgress:
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
         show: dict[str, collections.abc.Callable[[dict[str, Any]], None]] = {
             "start": self._start,
+            "parity": self._parity,
             "step": self._step,
             "evaluation": self._evaluation,
             "checkpoint": self._checkpoint,
             "profile": self._profile,
+            "alarm": self._alarm,
+            "incident": self._incident,
+            "incident_closed": self._incident_closed,
+            "decision": self._decision,
+            "alert_failed": self._alert_failed,
             "stop": self._stop,
         }
         show[event](fields)
@@ -88,13 +94,17 @@ class TrainingProgress:
             self._print(f"  {key} was {old}, is {new}")
         for key, (old, new) in fields["environment_changed"].items():
             self._print(f"  environment: {key} was {old}, is {new}; bits may differ")
+        if fields["emulated"] is not None:
+            self._print(f"  {fields['emulated']}")
         for line in fields["torn_lines"]:
             self._print(f"  logbook/{line} was torn when a process died; it was left out")
         for name in fields["leftovers"]:
             self._print(f"  checkpoints/{name} was never finished; the next save removes it")
         if fields["step"] < self.steps:
             self._print("  compiling; the first step takes longest")
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
+        if self._bar is not None:  # a rollback goes on in a segment of its own
+            self._bar.update(self._task, completed=fields["step"])
+        elif self.console.is_terminal and not self.console.is_dumb_terminal:
             # Where the terminal is narrow, all but the step may shrink.
             width = len(f"step {self.steps}/{self.steps}")
             step = rich.table.Column(no_wrap=True, min_width=width)
@@ -111,6 +121,15 @@ class TrainingProgress:
                 "train", total=self.steps, completed=fields["step"], news=""
             )
             self._bar.start()
+
+    def _parity(self, fields: dict[str, Any]) -> None:
+        if "left_out" in fields:
+            self._print(f"the first losses were not compared with a CPU's: {fields['left_out']}")
+        else:
+            self._print(
+                f"the first losses are a CPU's within {fields['difference']:.1e} "
+                f"({fields['tolerance']:.0e} is allowed)"
+            )
 
     def _step(self, fields: dict[str, Any]) -> None:
         done, news = fields["step"] + 1, self._news(fields)
@@ -157,7 +176,38 @@ class TrainingProgress:
         part = "" if asked == f"{first}:{stop}" else f", which is what this start made of {asked}"
         self._print(f"profile of steps {first}:{stop}{part} in {fields['folder']}")
 
+    def _alarm(self, fields: dict[str, Any]) -> None:
+        value = fields["value"]
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        self._print(f"ALARM at step {fields['step']}: {fields['vital']} {shown}, {fields['why']}")
+
+    def _incident(self, fields: dict[str, Any]) -> None:
+        value, limit = fields["value"], fields["limit"]
+        shown = f"{value:.4f}" if isinstance(value, float) else value
+        above = f" above {limit:.4f}" if isinstance(limit, float) else ""
+        self._print(
+            f"INCIDENT, {fields['kind']}, from step {fields['onset']} on, seen at step "
+            f"{fields['detected']}: {fields['vital']} {shown}{above}"
+        )
+
+    def _incident_closed(self, fields: dict[str, Any]) -> None:
+        self._print(
+            f"the {fields['kind']} incident of step {fields['onset']} after step "
+            f"{fields['closed']}: {fields['outcome']}"
+        )
+
+    def _decision(self, fields: dict[str, Any]) -> None:
+        if fields["action"] != "none":
+            self._print(f"{fields['action'].upper()}: {fields['reason']}")
+
+    def _alert_failed(self, fields: dict[str, Any]) -> None:
+        self._print(
+            f"log.alert_command={fields['command']} failed with exit code {fields['exit_code']}"
+        )
+
     def _stop(self, fields: dict[str, Any]) -> None:
+        if fields["signal"] in ("rollback", "stop"):
+            return  # the decision has said why
         if fields["signal"] is not None and fields["step"] < self.steps:
             self._print(
                 f"stopped by {fields['signal']} after step {fields['step']}, which is saved; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import dataclasses
+import math
 
 import jax
 
@@ -25,6 +26,8 @@ class Course:
     corpus: data.Rows
     mesh: jax.sharding.Mesh
     programs: dict[str, Program] = dataclasses.field(default_factory=dict)  # by fingerprint
+    # Recorded limits of the gradient norm, above which `run` skips an update; others have none.
+    skip_above: collections.abc.Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def program_at(self, step: int) -> Program:
         """The program of the settings in force at `step`; made once for each."""
@@ -62,9 +65,9 @@ class Course:
     ) -> collections.abc.Iterator[tuple[int, data.StepBatch, TrainState, Vitals]]:
         """Execute steps [start, stop) from `state`, which is donated: (step, batch, the state
         after it, its vitals)."""
-        fixed = controls()
         with self.batches(start, stop) as batches:
             for step, batch in batches:
                 program = self.program_at(step)
-                state, vitals = program.step(state, program.put(batch.tokens), fixed)
+                limits = controls(skip_above=self.skip_above.get(step, math.inf))
+                state, vitals = program.step(state, program.put(batch.tokens), limits)
                 yield step, batch, state, vitals

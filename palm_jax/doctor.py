@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from palm_jax import config, probe, start
 from palm_jax.corpus import manifest
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.plan import flops
+from palm_jax.plan import memory as budget
 
 GIB = 2**30
 
@@ -79,7 +79,7 @@ def examine(
             asked["corpus"] = ("corpus", {"settings": plain})
     answers = _ask_all(asked, seconds)
     findings = [python(platform.python_version()), *packages(tested_versions())]
-    findings += devices(answers["devices"], seconds)
+    findings += devices(answers["devices"], seconds, settings)
     if "disk" in answers:
         findings.append(disk(answers["disk"], settings))
     findings.append(cache(answers["compile cache"]))
@@ -194,7 +194,9 @@ def gcloud() -> Finding:
 # --- devices ---
 
 
-def devices(answer: probe.Answer | CannotDo, seconds: float) -> list[Finding]:
+def devices(
+    answer: probe.Answer | CannotDo, seconds: float, settings: config.Config | None = None
+) -> list[Finding]:
     """What starting the devices showed."""
     if isinstance(answer, CannotDo):
         return [
@@ -222,6 +224,15 @@ def devices(answer: probe.Answer | CannotDo, seconds: float) -> list[Finding]:
         ]
     else:
         findings = [Finding("devices", "ok", found)]
+    if settings is not None:
+        from palm_jax import precision  # imports JAX, which a broken machine may not have
+
+        policy = settings.precision.policy
+        emulated = precision.is_emulated(policy, answer["platform"], answer["kind"])
+        if emulated is not None:
+            findings.append(
+                Finding("format", "warning", emulated, "Expect the numbers, and not the speed")
+            )
     if (mesh := answer["mesh"]) is not None:
         if mesh["problem"] is None:
             axes = " x ".join(f"{axis} {size}" for axis, size in mesh["shape"].items())
@@ -255,7 +266,7 @@ def disk(answer: probe.Answer | CannotDo, settings: config.Config | None) -> Fin
         return Finding("disk", "wrong", f"{answer['problem']}; {found}", remedy)
     if settings is not None:
         # Each checkpoint holds the train state; a new one is written before an old one goes.
-        state = flops.state_bytes(settings.model, settings.optimizer)
+        state = budget.state_bytes(settings)
         kept = settings.checkpoint.keep_last + settings.checkpoint.keep_best
         needed = f"a checkpoint takes {_gib(state)}, and {kept} are kept"
         found = f"{found}; {needed}"
@@ -339,7 +350,7 @@ def memory(settings: config.Config | None, answer: probe.Answer | CannotDo) -> F
     found = f"{_gib(available)} of {_gib(total)} available"
     if settings is None or isinstance(answer, CannotDo):
         return Finding("memory", "ok", found)
-    state = flops.state_bytes(settings.model, settings.optimizer)
+    state = budget.state_bytes(settings)
     if answer["platform"] == "cpu":
         room, where = total, "this machine"
     elif answer["memory"] is not None:

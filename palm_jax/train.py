@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorboardX
 
-from palm_jax import config, processes, sharding
+from palm_jax import config, parity, precision, processes, sharding
 from palm_jax.corpus.manifest import Manifest
 from palm_jax.corpus.reader import Corpus
 from palm_jax.course import Course
@@ -26,8 +26,9 @@ from palm_jax.record.profile import StepTrace
 from palm_jax.record.programs import ProgramRecorder
 from palm_jax.record.steps import StepRecorder, Tell
 from palm_jax.replay import states
-from palm_jax.step import TrainState, controls
+from palm_jax.step import Program, TrainState
 from palm_jax.use.evaluate import Evaluation, evaluate
+from palm_jax.watch import Verdict, Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Outcome:
     state_digest: str
     evaluation: Evaluation | None  # None if stopped before the end
     stopped_by: str | None  # the signal's name
+    gave_up: str | None = None  # why the run must not go on as it is
 
 
 def check_corpus(settings: config.Config, manifest: Manifest) -> None:
@@ -73,6 +75,8 @@ def train(
 ) -> Outcome:
     """Train `settings` in the folder `run`, from its newest checkpoint if it has one.
 
+    Where `spikes.policy` rolls the run back, it goes on in the segment that this opens.
+
     Args:
       tell: is told of each event as it enters the logbook.
       stop_requested: asked after every step; names the reason to save and stop, or None.
@@ -82,6 +86,25 @@ def train(
       WrongInput: settings, corpus and run folder do not fit together.
       CannotDo: the devices, the disk, the environment or a damaged checkpoint forbid it.
     """
+    programs: dict[str, Program] = {}
+    while True:
+        outcome = _train_segment(
+            settings, run, programs, tell, stop_requested, allow_environment, keep
+        )
+        if outcome is not None:
+            return outcome
+
+
+def _train_segment(
+    settings: config.Config,
+    run: str | pathlib.Path,
+    programs: dict[str, Program],
+    tell: Tell,
+    stop_requested: collections.abc.Callable[[], str | None],
+    allow_environment: bool,
+    keep: bool,
+) -> Outcome | None:
+    """Train the run's last segment to its end; None if another was opened, to go on there."""
     with contextlib.ExitStack() as stack:
         # --- what the run stands on ---
         corpus = stack.enter_context(Corpus.open(settings.data.corpus))
@@ -89,13 +112,10 @@ def train(
         mesh = sharding.make_mesh(settings.mesh)
         run_folder, changes = _open_together(stack, run, settings, corpus.manifest)
         segment = segments.read(run_folder.segment(run_folder.last_segment()))
-        course = Course(settings, segment, corpus, mesh)
+        course = Course(settings, segment, corpus, mesh, programs)
         history = logbook.History.read(run_folder.path)
         current = environment.capture(numerics=settings.numerics, mesh_shape=dict(mesh.shape))
-        changed = _environment_changes(run_folder, current, allow_environment)
-        if segment.parent is not None and segment.parent.run is not None:
-            departed_from = folder.RunFolder((run_folder.path / segment.parent.run).resolve())
-            changed |= _environment_changes(departed_from, current, allow_environment)
+        changed = _environment_changes(run_folder, segment, current, allow_environment)
         saved = stack.enter_context(
             Checkpoints(run_folder.checkpoints(segment.segment), settings.checkpoint)
         )
@@ -119,12 +139,11 @@ def train(
         book = stack.enter_context(
             logbook.Logbook.open(run_folder.path) if processes.is_first() else logbook.Unwritten()
         )
-        num_parameters = flops.num_parameters(settings.model)
         beginning = {
             "segment": segment.segment,
             "step": start,
             "steps": settings.steps,
-            "parameters": num_parameters,
+            "parameters": flops.num_parameters(settings.model),
             "fingerprint": config.fingerprint(settings),
             "corpus_digest": corpus.manifest.digest,
             "settings_changed": {key: list(both) for key, both in changes.items()},
@@ -132,25 +151,34 @@ def train(
             "recorded_steps": history.steps_of(segment.segment),
             "torn_lines": [f"{torn.path.name}:{torn.line}" for torn in history.torn],
             "leftovers": saved.leftovers(),
+            "emulated": precision.is_emulated(
+                settings.precision.policy, current["platform"], current["device_kind"]
+            ),
             "environment": current,
         }
         book.append("start", **beginning)
         book.flush()
         tell("start", beginning)
+        if start == 0 and segment.parent is None:
+            _check_parity(course, state, book, tell)
 
         # --- the loop ---
         summaries = _summaries(stack, run_folder.tensorboard(segment.segment), start, settings.log)
         recorder = StepRecorder(settings, segment.segment, book, history, summaries, tell)
-        programs = ProgramRecorder(run_folder, segment.segment, book, allow_environment)
-        fixed = controls()
+        programs_noted = ProgramRecorder(run_folder, segment.segment, book, allow_environment)
+        watch = Watch(settings, run_folder, segment, start, book, saved, tell, keep)
+        stack.callback(watch.close)
         done, evaluation, stopped_by = start, None, None
+        verdict: Verdict | None = None
         trace = StepTrace(settings.log, run_folder, segment.segment, book, tell)
         with course.batches(start, settings.steps) as batches, trace:
             for step, batch in recorder.awaited(batches):
                 program = course.program_at(step)
                 with trace.step(step):
-                    state, vitals = program.step(state, program.put(batch.tokens), fixed)
-                recorder.leave_out(programs.note(step, program))
+                    state, vitals = program.step(
+                        state, program.put(batch.tokens), watch.controls(step)
+                    )
+                recorder.leave_out(programs_noted.note(step, program))
                 recorder.leave_out(trace.after(step, vitals))
                 recorder.add(step, batch, vitals)
                 done = step + 1
@@ -159,8 +187,10 @@ def train(
                 to_save = keep and (at_end or due(done, settings.checkpoint.every))
                 to_evaluate = due(done, settings.eval.every) or (keep and done == settings.steps)
                 if to_save or to_evaluate or at_end or due(done, settings.log.every):
-                    recorder.flush()
+                    verdict = watch.after(recorder.flush())
                 evaluation = None
+                if verdict is not None:
+                    break
                 if to_evaluate:
                     evaluation = evaluate(program, state.params, corpus)
                     _record_evaluation(book, summaries, tell, segment, done, evaluation)
@@ -173,28 +203,30 @@ def train(
         if start == settings.steps and keep:  # nothing was left to do
             evaluation = evaluate(course.program_at(start), state.params, corpus)
             _record_evaluation(book, summaries, tell, segment, done, evaluation)
-        if not keep:
+        if not keep or verdict is not None:
             digest = digests.digest(state).whole
         saved.wait()  # the run's last words come after its last checkpoint is on the disk
+        ending = {
+            "segment": segment.segment,
+            "step": done,
+            "state_digest": digest,
+            "signal": stopped_by if verdict is None else verdict.action,
+        }
+        book.append("stop", **ending)
+        book.flush()
+        tell("stop", ending)
+        if verdict is not None and verdict.action == "rollback":
+            return None
         last = recorder.last or _last_step(run_folder, segment.segment, done - 1)
-        outcome = Outcome(
+        return Outcome(
             step=done,
             loss=float(last["loss"]),
             tokens=int(last["tokens"]),
             state_digest=digest,
             evaluation=evaluation,
             stopped_by=stopped_by if done < settings.steps else None,
+            gave_up=None if verdict is None else verdict.reason,
         )
-        ending = {
-            "segment": segment.segment,
-            "step": done,
-            "state_digest": digest,
-            "signal": stopped_by,
-        }
-        book.append("stop", **ending)
-        book.flush()
-        tell("stop", ending)
-        return outcome
 
 
 def _open_together(
@@ -241,14 +273,41 @@ def _check_data(run: folder.RunFolder, course: Course, start: int) -> None:
         )
 
 
+def _check_parity(course: Course, state: TrainState, book: logbook.Logbook, tell: Tell) -> None:
+    """Record that the first step's losses are those of a CPU; on a CPU there is nothing to do.
+
+    Raises:
+      CannotDo: they are not.
+    """
+    with course.batches(0, 1) as first:
+        ((_, batch),) = list(first)
+    end = course.corpus.manifest.end_of_document
+    fields = parity.check(course.program_at(0), state.params, batch.tokens, end)
+    if fields is not None:
+        fields = {"segment": course.segment.segment, "step": 0, **fields}
+        book.append("parity", **fields)
+        book.flush()
+        tell("parity", fields)
+
+
 def _environment_changes(
-    run: folder.RunFolder, current: dict[str, Any], allowed: bool
+    run: folder.RunFolder, segment: segments.Segment, current: dict[str, Any], allowed: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """How the environment differs from that of the run's last start.
+    """How the environment differs from that of the last start, and of the run departed from.
 
     Raises:
       CannotDo: it does, in what can change bits, and that is not `allowed`.
     """
+    changed = _changes_since_last_start(run, current, allowed)
+    if segment.parent is not None and segment.parent.run is not None:
+        departed_from = folder.RunFolder((run.path / segment.parent.run).resolve())
+        changed |= _changes_since_last_start(departed_from, current, allowed)
+    return changed
+
+
+def _changes_since_last_start(
+    run: folder.RunFolder, current: dict[str, Any], allowed: bool
+) -> dict[str, tuple[Any, Any]]:
     recorded = None
     for record in logbook.scan(run.path):
         if isinstance(record, dict) and record["event"] == "start":

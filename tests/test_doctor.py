@@ -82,13 +82,13 @@ def test_devices_that_do_not_start_are_wrong():
 
 
 @pytest.mark.parametrize(
-    ("free", "status"), [(90 * GIB, "wrong"), (400 * GIB, "warning"), (600 * GIB, "ok")]
+    ("free", "status"), [(90 * GIB, "wrong"), (600 * GIB, "warning"), (700 * GIB, "ok")]
 )
 def test_disk_must_hold_a_checkpoint_and_should_hold_all_that_are_kept(free, status):
-    assert LARGE.checkpoint.keep_last + LARGE.checkpoint.keep_best == 4
+    assert LARGE.checkpoint.keep_last + LARGE.checkpoint.keep_best == 6
     found = doctor.disk({**DISK, "free": free}, LARGE)
     assert found.status == status
-    assert "a checkpoint takes 96.5 GiB, and 4 are kept" in found.found
+    assert "a checkpoint takes 96.5 GiB, and 6 are kept" in found.found
 
 
 @pytest.mark.parametrize("kind", ["fuse.gcsfuse", "fuse"])

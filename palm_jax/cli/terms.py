@@ -13,7 +13,7 @@ import typer
 from palm_jax import config
 from palm_jax.errors import WrongInput
 
-DIFFERENT, STOPPED_BY_SIGNAL = 1, 4
+DIFFERENT, GAVE_UP, STOPPED_BY_SIGNAL = 1, 1, 4
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to override.")

@@ -6,12 +6,14 @@ import dataclasses
 import math
 import os
 import pathlib
+import sys
 from typing import Annotated, Any
 
 import typer
 
 from palm_jax import config, start
 from palm_jax.cli.terms import (
+    GAVE_UP,
     STOPPED_BY_SIGNAL,
     AllowEnvironment,
     AsJson,
@@ -72,10 +74,14 @@ def train(
                 "eval": evaluation,
                 "tokens": outcome.tokens,
                 "state_digest": outcome.state_digest,
+                "gave_up": outcome.gave_up,
             }
         )
     elif outcome.evaluation is not None:
         _print_result(settings, outcome)
+    if outcome.gave_up is not None:
+        print(f"the run gave up at step {outcome.step}: {outcome.gave_up}", file=sys.stderr)
+        raise typer.Exit(GAVE_UP)
     if outcome.stopped_by is not None:
         raise typer.Exit(STOPPED_BY_SIGNAL)
 
@@ -107,7 +113,7 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
         corpus = manifest.read(pathlib.Path(settings.data.corpus))
         training.check_corpus(settings, corpus)
     tokens = flops.tokens_by_stage(settings)
-    state = flops.state_bytes(settings.model, settings.optimizer)
+    state = memory.state_bytes(settings)
     free = checkpoints.free_bytes(run or ".")
     ramp = settings.data.ramp
     stages = [

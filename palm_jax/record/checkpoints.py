@@ -70,6 +70,17 @@ class _KeepBest:
         return [c.step in best for c in checkpoints]
 
 
+class _KeepPinned:
+    """Keeps the checkpoints that somebody needs, as long as they do."""
+
+    def __init__(self, pinned: set[int]) -> None:
+        self.pinned = pinned
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One answer for each of Orbax's `checkpoints`."""
+        return [c.step in self.pinned for c in checkpoints]
+
+
 class Checkpoints:
     """The checkpoints in one folder.
 
@@ -90,11 +101,13 @@ class Checkpoints:
         is_url = "://" in os.fspath(path)
         self.folder = path if is_url else epath.Path(pathlib.Path(folder).absolute())
         self._losses: dict[int, float | None] = {}
+        self.pinned: set[int] = set()  # steps that are kept whatever the settings say
         self._saving: int | None = None  # the step of a background save
         self._is_clean = False  # no leftovers of other processes, and Orbax knows the steps
         policies: list[Any] = [
             checkpoint_managers.LatestN(settings.keep_last),
             _KeepBest(settings.keep_best, self._losses),
+            _KeepPinned(self.pinned),
         ]
         if settings.keep_every is not None:
             policies.append(checkpoint_managers.EveryNSteps(settings.keep_every))

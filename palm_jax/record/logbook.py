@@ -353,6 +353,21 @@ class History:
         return None if found is None else found[1]
 
 
+def skip_limits(run_dir: str | os.PathLike[str], segment: int) -> dict[int, float]:
+    """{step: its recorded `skip_above`}, each step's last attempt. Errors as in `scan`.
+
+    The limit is a control: whoever executes a step again gives it the one that it had.
+    """
+    return {
+        found["step"]: float(found["computed"]["skip_above"])
+        for found in scan(run_dir)
+        if isinstance(found, dict)
+        and found["event"] == "step"
+        and found["segment"] == segment
+        and "skip_above" in found["computed"]
+    }
+
+
 # A field that the setting log.microbatch_digests switches on and off: compared where both have it.
 MICROBATCH_DIGESTS = "microbatch_digests"
 

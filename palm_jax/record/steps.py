@@ -16,6 +16,7 @@ from palm_jax.record import logbook, profile
 from palm_jax.record.logbook import MICROBATCH_DIGESTS, History, Logbook
 
 Tell = collections.abc.Callable[[str, dict[str, Any]], None]  # (event, fields)
+Flushed = tuple[int, dict[str, Any]]  # a step and its computed fields
 
 
 def computed_fields(
@@ -88,21 +89,22 @@ class StepRecorder:
     def add(self, step: int, batch: data.StepBatch, vitals: dict[str, jax.Array]) -> None:
         self._pending.append((step, batch, vitals))
 
-    def flush(self) -> None:
-        """Write what is pending and wait until it is on the disk.
+    def flush(self) -> list[Flushed]:
+        """Write what is pending and wait until it is on the disk; returns it.
 
         Raises:
           CannotDo: a step that was executed before has now computed other bits.
         """
         if not self._pending:
-            return
+            return []
         pending, self._pending = self._pending, []
         vitals = jax.device_get([v for _, _, v in pending])
         measured = self._measured(pending)
-        different = None
+        different, flushed = None, []
         digests = processes.whole_digests([batch.digest for _, batch, _ in pending])
         for (step, batch, _), digest, computed in zip(pending, digests, vitals, strict=True):
             self.last = computed_fields(self.settings, batch, digest, computed)
+            flushed.append((step, self.last))
             first = self.history.first_attempt(self.segment, step)
             attempt = self.history.next_attempt(self.segment, step)
             self.book.step(
@@ -136,6 +138,7 @@ class StepRecorder:
                 "the logbook has both attempts"
             )
         self.restart_clock()
+        return flushed
 
     def _measured(self, pending: list[tuple[int, data.StepBatch, Any]]) -> dict[str, Any]:
         """Means over the steps since the last flush, and the devices' memory now.

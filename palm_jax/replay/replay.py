@@ -142,7 +142,13 @@ def replay(
         )
     device_mesh = sharding.make_mesh(settings.mesh)
     number = run.last_segment() if segment is None else segment
-    course = Course(settings, segments.read(run.segment(number)), corpus, device_mesh)
+    course = Course(
+        settings,
+        segments.read(run.segment(number)),
+        corpus,
+        device_mesh,
+        skip_above=logbook.skip_limits(run.path, number),
+    )
     history = recorded(run, number, start, stop, attempt)
     here = environment.capture(numerics=settings.numerics, mesh_shape=dict(device_mesh.shape))
     changed: dict[str, tuple[Any, Any]] = {}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from palm_jax import config
 from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.record import segments
+from palm_jax.record import logbook, segments
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.folder import RunFolder
 from palm_jax.step import TrainState
@@ -65,9 +65,18 @@ def departure_state(run: RunFolder, course: Course) -> Found:
     parent_run = run if parent.run is None else RunFolder((run.path / parent.run).resolve())
     parent_segment = segments.read(parent_run.segment(parent.segment))
     base = course.base if parent.run is None else _on_mesh_of(parent_run.config(), course.base)
-    parent_course = Course(base, parent_segment, course.corpus, course.mesh, course.programs)
+    parent_course = Course(
+        base,
+        parent_segment,
+        course.corpus,
+        course.mesh,
+        course.programs,
+        logbook.skip_limits(parent_run.path, parent.segment),
+    )
     found = state_before(parent_run, parent_course, parent.step)
-    return dataclasses.replace(found, state=with_clocks(found.state, course.segment))
+    # A branch may store it in another number format.
+    state = course.program_at(course.segment.start_step).adopted(found.state)
+    return dataclasses.replace(found, state=with_clocks(state, course.segment))
 
 
 def state_before(run: RunFolder, course: Course, step: int) -> Found:

@@ -166,7 +166,7 @@ def rollbacks(run: RunFolder, segment: int | None = None) -> list[Rollback]:
 
     One whose segment was never opened, because the process died, led nowhere.
     """
-    found = []
+    found: dict[tuple[RunFolder, int], Rollback] = {}  # by the segment that it opened
     parts = chain(run, segment)
     for folder in dict.fromkeys(folder for folder, _, _ in parts):
         opened = {current.segment for f, current, _ in parts if f == folder}
@@ -177,5 +177,6 @@ def rollbacks(run: RunFolder, segment: int | None = None) -> list[Rollback]:
                 and record["action"] == "rollback"
                 and record["opens_segment"] in opened
             ):
-                found.append(Rollback(onset=record["incident"][1]))
-    return found
+                # Decided twice, if the process died before the segment was there.
+                found[folder, record["opens_segment"]] = Rollback(onset=record["incident"][1])
+    return list(found.values())
