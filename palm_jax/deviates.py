@@ -8,6 +8,8 @@ Here there are only operations that IEEE 754 defines to the last bit, and every 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +87,8 @@ def inverse_error_function(x: jax.Array, zero: jax.Array | int) -> jax.Array:
     return x * jnp.where(w < 5.0, centre, tail)
 
 
+# Compiled on its own, so that Linen's check of a parameter's shape traces it once.
+@functools.partial(jax.jit, static_argnums=1)
 def normal(key: jax.Array, shape: tuple[int, ...], zero: jax.Array | int) -> jax.Array:
     """Deviates from N(0, 1), float32, between -5.3 and 5.3.
 

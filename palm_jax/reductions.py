@@ -92,9 +92,13 @@ def _joined(total: Any, term: Any) -> Any:
     return total + term
 
 
-def _in_order(parts: Any, part: collections.abc.Callable[[Any], Any], zero: jax.Array | int) -> Any:
+def _in_order(
+    parts: Any,
+    part: collections.abc.Callable[[Any], Any],
+    shapes: Any,
+    zero: jax.Array | int,
+) -> Any:
     """part(parts[0]) + part(parts[1]) + ..., from left to right; of Largest, the maximum."""
-    shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
 
     def add(total: Any, this: Any) -> tuple[Any, None]:
         # On one device nothing is exchanged, so that a term may end in a product.
@@ -158,18 +162,19 @@ class Canonical:
         """
         per_block = self.lanes // jax.lax.axis_size(DATA_PARALLEL)
         num_passes = jax.tree.leaves(passes)[0].shape[0]
+        shapes = jax.eval_shape(one_pass, jax.tree.map(lambda x: x[0], passes))
 
         def subtree(passes: Any) -> Any:
             size = jax.tree.leaves(passes)[0].shape[0]
             if size == 1:
                 return one_pass(jax.tree.map(lambda x: x[0], passes))
             halves = jax.tree.map(lambda x: x.reshape(2, size // 2, *x.shape[1:]), passes)
-            return _in_order(halves, subtree, zero)
+            return _in_order(halves, subtree, shapes, zero)
 
         blocks = jax.tree.map(
             lambda x: x.reshape(num_passes // per_block, per_block, *x.shape[1:]), passes
         )
-        return _in_order(blocks, subtree, zero)
+        return _in_order(blocks, subtree, shapes, zero)
 
     def along_matrices(self, x: jax.Array, axes: str) -> jax.Array:
         """Sums of a stacked parameter's slice over all but its axes N and D, [D here, N].
@@ -208,9 +213,10 @@ class Fast:
         passes: Any,
         zero: jax.Array | int,
     ) -> Any:
+        first = jax.tree.map(lambda x: x[0], passes)
         if jax.tree.leaves(passes)[0].shape[0] == 1:
-            return one_pass(jax.tree.map(lambda x: x[0], passes))
-        return _in_order(passes, one_pass, 0)
+            return one_pass(first)
+        return _in_order(passes, one_pass, jax.eval_shape(one_pass, first), 0)
 
     def along_matrices(self, x: jax.Array, axes: str) -> jax.Array:
         return jnp.sum(x, axis=range(1, x.ndim))[None]
