@@ -9,7 +9,7 @@ Letters as in model.py. Inside `jax.shard_map`, H is the number of this device's
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ MASKED = -1e30
 # The kernel cuts sequences into blocks of a multiple of a TPU's 128 lanes. Heads may have any
 # size up to what fits in a v4 core's own memory in float32, in blocks of 512.
 LANES, LARGEST_BLOCK, LARGEST_HEAD = 128, 512, 256
+# Queries of a microbatch's first sequence whose attention is looked at for the vitals.
+OBSERVED_QUERIES = 8
 
 
 @jax.custom_vjp
@@ -74,12 +76,18 @@ def xla(
     query_BLHK: jax.Array, key_BSK: jax.Array, value_BSK: jax.Array, visible_BLS: jax.Array
 ) -> jax.Array:
     """Attention [B, L, H, K] to the keys that `visible_BLS` shows; arguments as in `attention`."""
+    return _xla_and_scores(query_BLHK, key_BSK, value_BSK, visible_BLS)[0]
+
+
+def _xla_and_scores(
+    query_BLHK: jax.Array, key_BSK: jax.Array, value_BSK: jax.Array, visible_BLS: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     scores_BHLS = jnp.einsum(
         "blhk,bsk->bhls", query_BLHK, key_BSK, preferred_element_type=jnp.float32
     )
     scores_BHLS = jnp.where(visible_BLS[:, None], scores_BHLS, MASKED)
     weights_BHLS = softmax(scores_BHLS).astype(value_BSK.dtype)
-    return jnp.einsum("bhls,bsk->blhk", weights_BHLS, value_BSK)
+    return jnp.einsum("bhls,bsk->blhk", weights_BHLS, value_BSK), scores_BHLS
 
 
 def block_size(length: int) -> int:
@@ -144,6 +152,64 @@ def attention(
     if kind == "splash":
         return splash(query_BLHK, key_BSK, value_BSK, documents_BL, interpret)
     return xla(query_BLHK, key_BSK, value_BSK, visible(documents_BL, query_BLHK.shape[1]))
+
+
+class Seen(NamedTuple):
+    """What attention shows of itself on a microbatch; of this device's heads, f32[] each."""
+
+    largest_logit: jax.Array  # of visible keys; `xla`: of all queries, else of the observed ones
+    entropy: jax.Array  # in nats, summed over heads and observed queries
+
+
+def observed_queries(length: int) -> np.ndarray:
+    """Which queries are looked at, evenly spaced, the last one among them."""
+    num = min(length, OBSERVED_QUERIES)
+    return np.arange(1, num + 1) * length // num - 1
+
+
+def observed(
+    query_BLHK: jax.Array,
+    key_BSK: jax.Array,
+    value_BSK: jax.Array,
+    documents_BL: jax.Array | None,
+    *,
+    kind: Kind,
+    interpret: bool = False,
+) -> tuple[jax.Array, Seen]:
+    """`attention`, and what it shows of itself; that is not differentiated.
+
+    A few queries (Q) of the first sequence stand for all: the kernel shows no logits, and to go
+    through them all once more would cost too much.
+    """
+    if kind == "splash":
+        heads_BLHK = splash(query_BLHK, key_BSK, value_BSK, documents_BL, interpret)
+    else:
+        visible_BLS = visible(documents_BL, query_BLHK.shape[1])
+        heads_BLHK, scores_BHLS = _xla_and_scores(query_BLHK, key_BSK, value_BSK, visible_BLS)
+    query_LHK, key_SK = jax.lax.stop_gradient((query_BLHK[0], key_BSK[0]))
+    L, H, K = query_LHK.shape
+    queries_Q = observed_queries(L)
+    scores_XS = jax.lax.dot_general(
+        query_LHK[queries_Q].reshape(-1, K),  # X: queries and heads as one axis
+        key_SK,
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    first_BL = None if documents_BL is None else documents_BL[:1]
+    visible_XS = jnp.repeat(visible(first_BL, L)[0, queries_Q], H, axis=0)
+    scores_XS = jnp.where(visible_XS, scores_XS, MASKED)
+    peak_X = jnp.max(scores_XS, axis=-1)
+    shifted_XS = scores_XS - peak_X[:, None]
+    exponentials_XS = jnp.exp(shifted_XS)
+    sum_X = jnp.sum(exponentials_XS, axis=-1)
+    # Where a key is masked this is 0 x -1e30.
+    mean_X = jnp.sum(exponentials_XS * shifted_XS, axis=-1) / sum_X
+    if kind == "xla":
+        peak_X = jnp.max(jax.lax.stop_gradient(scores_BHLS), axis=-1)
+    # The maximum, written so that XLA does not make one search through all scores of this and
+    # of the one by rows, which softmax has made already.
+    largest_logit = -jnp.min(-peak_X)
+    return heads_BLHK, Seen(largest_logit, jnp.sum(jnp.log(sum_X) - mean_X))
 
 
 def check(kind: Kind, platform: str, sequence_length: int, head_size: int) -> None:

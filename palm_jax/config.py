@@ -308,6 +308,8 @@ class Log(Section):
     every: PositiveInt = 10  # steps between flushes of the logbook
     # Of each microbatch's own gradient: names the lane, and so the host, where runs part.
     microbatch_digests: bool = False
+    # "all": layer by layer, too (docs/vitals.md). "basic": losses, norms, rates.
+    vitals: Literal["basic", "all"] = "all"
     tensorboard: bool = True
     # Run by the shell at each alarm and incident, with the event as a line of JSON on its input.
     alert_command: str | None = None

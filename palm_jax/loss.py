@@ -43,12 +43,11 @@ def logits(
         preferred_element_type=jnp.float32,
     )
     scores_BLV = scores_TV.reshape(B, L, -1) * D**-0.5
-    return jnp.where(_ids_here(scores_BLV, split) >= vocabulary_size, MASKED, scores_BLV)
+    return jnp.where(_ids_here(scores_BLV.shape[-1], split) >= vocabulary_size, MASKED, scores_BLV)
 
 
-def _ids_here(logits_BLV: jax.Array, split: Split) -> jax.Array:
-    """Token ids of the last axis, i32[V]."""
-    num_here = logits_BLV.shape[-1]
+def _ids_here(num_here: int, split: Split) -> jax.Array:
+    """Token ids of the part of the vocabulary that is here, i32[V]."""
     return split.index() * num_here + jnp.arange(num_here)
 
 
@@ -71,7 +70,7 @@ def token_losses(
         target_logit_BL = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
     else:
         # One device has a target's logit, the others add zeros.
-        is_target_BLV = targets_BL[..., None] == _ids_here(logits_BLV, split)
+        is_target_BLV = targets_BL[..., None] == _ids_here(logits_BLV.shape[-1], split)
         target_logit_BL = split.total(jnp.sum(jnp.where(is_target_BLV, logits_BLV, 0), axis=-1))
     return log_z_BL - target_logit_BL, log_z_BL
 
@@ -86,7 +85,7 @@ def _backward(split, saved, cotangents):  # type: ignore[no-untyped-def]
     logits_BLV, targets_BL, log_z_BL = saved
     cross_entropy_BL, log_z_cotangent_BL = cotangents
     softmax_BLV = jnp.exp(logits_BLV - log_z_BL[..., None])
-    is_target_BLV = targets_BL[..., None] == _ids_here(logits_BLV, split)
+    is_target_BLV = targets_BL[..., None] == _ids_here(logits_BLV.shape[-1], split)
     both_BL = cross_entropy_BL + log_z_cotangent_BL
     return (
         both_BL[..., None] * softmax_BLV - jnp.where(is_target_BLV, cross_entropy_BL[..., None], 0),
@@ -110,26 +109,60 @@ def sums_by_sequence(
       targets_BL: the token that follows each position, in its own row.
       weights_BL: bool; false takes a token out of every sum. Default: all count.
     """
+    return sums_and_peaks(logits_BLV, targets_BL, weights_BL, split)[0]
+
+
+def sums_and_peaks(
+    logits_BLV: jax.Array,
+    targets_BL: jax.Array,
+    weights_BL: jax.Array | None = None,
+    split: Split = UNDIVIDED,
+) -> tuple[LossSums, jax.Array]:
+    """`sums_by_sequence`, and the largest log Z of each sequence, which is not differentiated."""
     cross_entropy_BL, log_z_BL = token_losses(logits_BLV, targets_BL, split)
+    seen_BL = jax.lax.stop_gradient(log_z_BL)
+    if weights_BL is not None:
+        seen_BL = jnp.where(weights_BL, seen_BL, -jnp.inf)
+    peaks_B = jnp.max(seen_BL, axis=-1)
     if weights_BL is None:
         counts_B = jnp.full(targets_BL.shape[:1], targets_BL.shape[1], jnp.int32)
     else:
         cross_entropy_BL = jnp.where(weights_BL, cross_entropy_BL, 0)
         log_z_BL = jnp.where(weights_BL, log_z_BL, 0)
         counts_B = jnp.sum(weights_BL, axis=-1, dtype=jnp.int32)
-    return LossSums(
+    sums = LossSums(
         cross_entropy=jnp.sum(cross_entropy_BL, axis=-1),
         z=jnp.sum(log_z_BL * log_z_BL, axis=-1),
         log_z=jnp.sum(log_z_BL, axis=-1),
         targets=counts_B,
     )
+    return sums, peaks_B
+
+
+def sum_of_logits(
+    hidden_BLD: jax.Array,
+    unembedding_VD: jax.Array,
+    vocabulary_size: int,
+    split: Split = UNDIVIDED,
+) -> jax.Array:
+    """Sum of all tokens' logits over the part of the vocabulary that is here, f32[].
+
+    The sum of the products is the product of the sums: no logit is looked at. It is not
+    differentiated.
+    """
+    hidden_BLD, unembedding_VD = jax.lax.stop_gradient((hidden_BLD, unembedding_VD))
+    D = hidden_BLD.shape[-1]
+    is_padding_V = _ids_here(unembedding_VD.shape[0], split) >= vocabulary_size
+    rows_VD = jnp.where(is_padding_V[:, None], 0, unembedding_VD.astype(jnp.float32))
+    hidden_D = jnp.sum(hidden_BLD.astype(jnp.float32), axis=(0, 1))
+    return jnp.sum(hidden_D * jnp.sum(rows_VD, axis=0)) * D**-0.5
 
 
 def _chunk_sums(  # type: ignore[no-untyped-def]
     hidden_BLD, unembedding_VD, targets_BL, weights_BL, vocabulary_size, split
-) -> LossSums:
+) -> tuple[LossSums, jax.Array]:
     scores_BLV = logits(hidden_BLD, unembedding_VD, vocabulary_size, split)
-    return sums_by_sequence(scores_BLV, targets_BL, weights_BL, split)
+    return sums_and_peaks(scores_BLV, targets_BL, weights_BL, split)
 
 
 def _chunks(x_BL: jax.Array, length: int) -> jax.Array:
@@ -138,7 +171,6 @@ def _chunks(x_BL: jax.Array, length: int) -> jax.Array:
     return x_BL.reshape(B, L // length, length, *x_BL.shape[2:]).swapaxes(0, 1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def chunked_sums(
     hidden_BLD: jax.Array,
     unembedding_VD: jax.Array,
@@ -153,23 +185,42 @@ def chunked_sums(
     Chunks are added from first to last. The backward pass computes each chunk's logits again;
     the table's gradient is added up in float32 whatever its type.
     """
+    arrays = hidden_BLD, unembedding_VD, targets_BL, weights_BL
+    return chunked_sums_and_peaks(*arrays, vocabulary_size, split, length)[0]
 
-    def add(total: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def chunked_sums_and_peaks(
+    hidden_BLD: jax.Array,
+    unembedding_VD: jax.Array,
+    targets_BL: jax.Array,
+    weights_BL: jax.Array,
+    vocabulary_size: int,
+    split: Split,
+    length: int,
+) -> tuple[LossSums, jax.Array]:
+    """`chunked_sums`, and the largest log Z as in `sums_and_peaks`."""
+
+    def add(
+        total: tuple[LossSums, jax.Array], chunk: tuple[jax.Array, ...]
+    ) -> tuple[tuple[LossSums, jax.Array], None]:
         hidden, targets, weights = chunk
-        sums = _chunk_sums(hidden, unembedding_VD, targets, weights, vocabulary_size, split)
-        return jax.tree.map(jnp.add, total, sums), None
+        sums, peaks_B = _chunk_sums(
+            hidden, unembedding_VD, targets, weights, vocabulary_size, split
+        )
+        return (jax.tree.map(jnp.add, total[0], sums), jnp.maximum(total[1], peaks_B)), None
 
     chunks = tuple(_chunks(x, length) for x in (hidden_BLD, targets_BL, weights_BL))
     zeros_B = jnp.zeros(targets_BL.shape[:1], jnp.float32)
     none = LossSums(zeros_B, zeros_B, zeros_B, zeros_B.astype(jnp.int32))
-    return jax.lax.scan(add, none, chunks)[0]
+    return jax.lax.scan(add, (none, jnp.full_like(zeros_B, -jnp.inf)), chunks)[0]
 
 
 def _chunked_forward(  # type: ignore[no-untyped-def]
     hidden_BLD, unembedding_VD, targets_BL, weights_BL, vocabulary_size, split, length
 ):
     arrays = hidden_BLD, unembedding_VD, targets_BL, weights_BL
-    return chunked_sums(*arrays, vocabulary_size, split, length), arrays
+    return chunked_sums_and_peaks(*arrays, vocabulary_size, split, length), arrays
 
 
 def _chunked_backward(vocabulary_size, split, length, saved, cotangents):  # type: ignore[no-untyped-def]
@@ -178,11 +229,11 @@ def _chunked_backward(vocabulary_size, split, length, saved, cotangents):  # typ
     def pull(gradient_VD, chunk):  # type: ignore[no-untyped-def]
         hidden, targets, weights = chunk
         _, backward = jax.vjp(
-            lambda h, table: _chunk_sums(h, table, targets, weights, vocabulary_size, split),
+            lambda h, table: _chunk_sums(h, table, targets, weights, vocabulary_size, split)[0],
             hidden,
             unembedding_VD,
         )
-        hidden_gradient, chunk_gradient_VD = backward(cotangents)
+        hidden_gradient, chunk_gradient_VD = backward(cotangents[0])
         return gradient_VD + chunk_gradient_VD.astype(jnp.float32), hidden_gradient
 
     chunks = tuple(_chunks(x, length) for x in (hidden_BLD, targets_BL, weights_BL))
@@ -192,7 +243,7 @@ def _chunked_backward(vocabulary_size, split, length, saved, cotangents):  # typ
     return hidden_gradient_BLD, gradient_VD.astype(unembedding_VD.dtype), None, None
 
 
-chunked_sums.defvjp(_chunked_forward, _chunked_backward)
+chunked_sums_and_peaks.defvjp(_chunked_forward, _chunked_backward)
 
 
 def objective(sums: LossSums, z_weight: float) -> jax.Array:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -159,6 +159,22 @@ def _kernel(num_inputs: int, zero: jax.Array | int) -> nn.initializers.Initializ
     return initial
 
 
+class Seen(NamedTuple):
+    """What the layers show of themselves on a microbatch, of this device's part of each.
+
+    Sums over the microbatch, but for the largest logit; none is differentiated.
+    """
+
+    residual: jax.Array  # f32[N + 1]: squares of the stream before each layer, and after the last
+    branches: jax.Array  # f32[N]: squares of what each layer adds to it
+    attention: attention.Seen  # f32[N]
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    x = jax.lax.stop_gradient(x).astype(jnp.float32)
+    return jnp.sum(x * x)
+
+
 class Block(nn.Module):
     """One layer: y = x + MLP(norm(x)) + Attention(norm(x)), with one shared norm."""
 
@@ -166,6 +182,7 @@ class Block(nn.Module):
     dtype: Any
     split: Split = UNDIVIDED
     zero: Any = 0  # of `init`: as in deviates.normal
+    observed: bool = False  # return (y, Seen of this layer, `residual` being x's), instead of y
 
     @nn.compact
     def __call__(
@@ -173,7 +190,7 @@ class Block(nn.Module):
         x_BLd: jax.Array,
         documents_BL: jax.Array | None,
         product: Product = lambda name, x_TI, w_IO: x_TI @ w_IO,
-    ) -> jax.Array:
+    ) -> Any:
         m, split = self.settings, self.split
         D, K = m.width, m.head_size
         H, F = m.num_heads // split.size, m.feed_forward_size // split.size  # those here
@@ -214,15 +231,22 @@ class Block(nn.Module):
         query_BLHK = rotate(query_BLHK, (cosine_LK[:, None], sine_LK[:, None])) * K**-0.5
         key_BSK = rotate(key_BSK, (cosine_LK, sine_LK))
 
-        attend: Any = functools.partial(attention.attention, kind=m.attention)
+        attend: Any = attention.observed if self.observed else attention.attention
+        attend = functools.partial(attend, kind=m.attention)
         if m.remat == "attention" and m.attention == "xla":  # splash keeps no scores
             attend = jax.checkpoint(attend)
         heads_BLHK = attend(
             query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, documents_BL
         )
+        if self.observed:
+            heads_BLHK, seen = heads_BLHK
         heads_TX = heads_BLHK.reshape(T, H * K)  # X: heads and their size as one axis
         attention_TD = product("attention", heads_TX, w_attention_HKD.reshape(H * K, D))
-        return x_BLd + split.summed(feed_forward_TD + attention_TD).reshape(B, L, d)
+        branches_BLd = split.summed(feed_forward_TD + attention_TD).reshape(B, L, d)
+        y_BLd = x_BLd + branches_BLd
+        if not self.observed:
+            return y_BLd
+        return y_BLd, Seen(_sum_of_squares(x_BLd), _sum_of_squares(branches_BLd), seen)
 
 
 def init(key: jax.Array, settings: config.Model, zero: jax.Array | int = 0) -> Params:
@@ -281,20 +305,59 @@ def hidden(
       layer_product: how a layer multiplies by its large kernels, from the same; None: in the
         compute format.
     """
-    block = Block(settings, dtype, split)
+    return _hidden(
+        params, ids_BL, settings, dtype, documents_BL, gather_layer, layer_product, split, False
+    )[0]
+
+
+def observed_hidden(
+    params: Params,
+    ids_BL: jax.Array,
+    *,
+    settings: config.Model,
+    dtype: jnp.dtype,
+    documents_BL: jax.Array | None = None,
+    gather_layer: collections.abc.Callable[[Any], Params] = lambda layer: layer,
+    layer_product: collections.abc.Callable[[Any], Product | None] = lambda layer: None,
+    split: Split = UNDIVIDED,
+) -> tuple[jax.Array, Seen]:
+    """`hidden`, and what the layers show of themselves."""
+    found, seen = _hidden(
+        params, ids_BL, settings, dtype, documents_BL, gather_layer, layer_product, split, True
+    )
+    assert seen is not None
+    return found, seen
+
+
+def _hidden(
+    params: Params,
+    ids_BL: jax.Array,
+    settings: config.Model,
+    dtype: jnp.dtype,
+    documents_BL: jax.Array | None,
+    gather_layer: collections.abc.Callable[[Any], Params],
+    layer_product: collections.abc.Callable[[Any], Product | None],
+    split: Split,
+    observed: bool,
+) -> tuple[jax.Array, Seen | None]:
+    block = Block(settings, dtype, split, observed=observed)
 
     # A plain scan rather than Linen's lifted one: the gather and its own backward rule sit
     # visibly inside it, and compile time does not grow with depth.
-    def layer(x_BLd: jax.Array, stored: Any) -> tuple[jax.Array, None]:
+    def layer(x_BLd: jax.Array, stored: Any) -> tuple[jax.Array, Seen | None]:
         product = layer_product(stored)
         given = (x_BLd, documents_BL) if product is None else (x_BLd, documents_BL, product)
-        return block.apply({"params": gather_layer(stored)}, *given), None  # type: ignore[return-value]
+        found: Any = block.apply({"params": gather_layer(stored)}, *given)
+        return found if observed else (found, None)
 
     if settings.remat in _REMAT_POLICIES:
         layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[settings.remat], prevent_cse=False)
     x_BLd = embed(params["embedding_VD"], ids_BL, split)
-    x_BLd, _ = jax.lax.scan(layer, x_BLd, params["layers"])
-    return normalise(x_BLd, settings.norm, split).astype(dtype)
+    x_BLd, seen = jax.lax.scan(layer, x_BLd, params["layers"])
+    if seen is not None:
+        last = _sum_of_squares(x_BLd)
+        seen = seen._replace(residual=jnp.append(seen.residual, last))
+    return normalise(x_BLd, settings.norm, split).astype(dtype), seen
 
 
 def unembedding(params: Params) -> jax.Array:

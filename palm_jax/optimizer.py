@@ -34,11 +34,18 @@ def _stateless(update: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
+def clip_factor(limit: float | None, gradient_norm: jax.Array) -> jax.Array:
+    """What clipping to a global norm of at most `limit` multiplies a gradient by, f32[]."""
+    if limit is None:
+        return jnp.ones_like(gradient_norm)
+    return jnp.minimum(1.0, limit / gradient_norm)
+
+
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
     """Scale gradients to a global norm of at most `limit`, given `gradient_norm` f32[]."""
 
     def update(updates: Any, params: Any, *, gradient_norm: jax.Array, **_: Any) -> Any:
-        factor = jnp.minimum(1.0, limit / gradient_norm)
+        factor = clip_factor(limit, gradient_norm)
         return jax.tree.map(lambda g: g * factor, updates)
 
     return _stateless(update)
@@ -98,6 +105,15 @@ def _average(old: jax.Array, new: jax.Array, beta: Any, zero: Any) -> jax.Array:
     return rounded(beta * old, zero) + rounded((1 - beta) * new, zero)
 
 
+def _over_root(g: jax.Array, v: jax.Array, zero: Any) -> jax.Array:
+    """g / sqrt(v).
+
+    Not by rsqrt, nor a division by sqrt, which XLA makes one of: it estimates and corrects a
+    reciprocal root, and how depends on the size of a slice (docs/bits.md).
+    """
+    return g * (1.0 / rounded(jnp.sqrt(v), zero))
+
+
 class SecondMoment(NamedTuple):
     count: Any  # i32[]: updates so far
     v: Any  # float32, as the parameters
@@ -127,13 +143,7 @@ def scale_by_second_moment(
             updates,
             state.v,
         )
-
-        # Not rsqrt, nor a division by sqrt, which XLA makes one of: it estimates and corrects
-        # a reciprocal root, and how depends on the size of a slice (docs/bits.md).
-        def scale(g: jax.Array, new: jax.Array) -> jax.Array:
-            return g * (1.0 / rounded(jnp.sqrt(new), zero))
-
-        scaled = jax.tree.map(scale, updates, v)
+        scaled = jax.tree.map(lambda g, new: _over_root(g, new, zero), updates, v)
         return scaled, SecondMoment(state.count + 1, v)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -157,6 +167,15 @@ def momentum(beta1: float) -> optax.GradientTransformationExtraArgs:
     )
 
 
+def _adam_step(state: Any, beta1: float, beta2: float, epsilon: float) -> Any:
+    """m / (sqrt(v) + epsilon) of debiased moments."""
+    count = state.count.astype(jnp.float32)
+    first, second = 1.0 / (1.0 - beta1**count), 1.0 / (1.0 - beta2**count)
+    return jax.tree.map(
+        lambda m, v: (m * first) / (jnp.sqrt(v * second) + epsilon), state.mu, state.nu
+    )
+
+
 def scale_by_adam(
     beta1: float, beta2: float, epsilon: float
 ) -> optax.GradientTransformationExtraArgs:
@@ -170,12 +189,10 @@ def scale_by_adam(
         updates: Any, state: Any, params: Any = None, zero: jax.Array | int = 0, **_: Any
     ) -> Any:
         count = state.count + 1
-        first = 1.0 / (1.0 - beta1 ** count.astype(jnp.float32))
-        second = 1.0 / (1.0 - beta2 ** count.astype(jnp.float32))
         mu = jax.tree.map(lambda g, m: _average(m, g, beta1, zero), updates, state.mu)
         nu = jax.tree.map(lambda g, v: _average(v, g * g, beta2, zero), updates, state.nu)
-        updates = jax.tree.map(lambda m, v: (m * first) / (jnp.sqrt(v * second) + epsilon), mu, nu)
-        return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        state = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        return _adam_step(state, beta1, beta2, epsilon), state
 
     return optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, update)
 
@@ -222,6 +239,29 @@ def build(
         ("momentum", momentum(settings.beta1)),
         ("weight_decay", unless_off(settings.weight_decay_exponent, decay_by_rate_power)),
         minus,
+    )
+
+
+def normalised(
+    settings: config.Adafactor | config.AdamW,
+    gradient: Any,
+    state_after: Any,
+    clip: jax.Array,
+    zero: jax.Array | int,
+) -> Any:
+    """What an update takes of the moments, before anything clips or scales it.
+
+    Adafactor's g / sqrt(v), AdamW's m / (sqrt(v) + epsilon); XLA finds that it was computed.
+
+    Args:
+      gradient: before it was clipped.
+      state_after: the optimizer's, with the moments that the update used.
+      clip: as from `clip_factor`.
+    """
+    if isinstance(settings, config.AdamW):
+        return _adam_step(state_after["moments"], settings.beta1, settings.beta2, settings.epsilon)
+    return jax.tree.map(
+        lambda g, v: _over_root(g * clip, v, zero), gradient, state_after["second_moment"].v
     )
 
 

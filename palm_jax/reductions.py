@@ -81,9 +81,19 @@ def _no_term(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 class Largest(NamedTuple):
-    """In what a pass returns to `stream`: values, not negative, whose maximum is kept."""
+    """In what a pass returns to `stream`: floating values, whose maximum is kept."""
 
     values: Any
+
+
+def largest(x: jax.Array, axes: Axes) -> jax.Array:
+    """Maximum of the devices' values along mesh axes; NaN if one of them is.
+
+    Not jax.lax.pmax, which a platform may compute without regard to NaN.
+    """
+    if jax.lax.axis_size(axes) == 1:
+        return x
+    return jnp.max(jax.lax.all_gather(x, axes, axis=0), axis=0)
 
 
 def _joined(total: Any, term: Any) -> Any:
@@ -105,7 +115,13 @@ def _in_order(
         term = jax.tree.map(lambda x: rounded(x, zero) if _is_floating(x) else x, part(this))
         return jax.tree.map(_joined, total, term, is_leaf=_is_largest), None
 
-    return jax.lax.scan(add, jax.tree.map(_no_term, shapes), parts)[0]
+    return jax.lax.scan(add, jax.tree.map(_nothing, shapes, is_leaf=_is_largest), parts)[0]
+
+
+def _nothing(shape: Any) -> Any:
+    if isinstance(shape, Largest):
+        return Largest(jax.tree.map(lambda s: jnp.full(s.shape, -jnp.inf, s.dtype), shape.values))
+    return _no_term(shape)
 
 
 def _is_largest(node: Any) -> bool:
@@ -432,26 +448,32 @@ class MatrixReductions:
         """Mean square of each matrix: f32[N, 1, ...] for a stacked leaf, f32[] for another."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         means = []
-        for (path, x), total in zip(leaves, self._sums_of_squares(tree), strict=True):
+        for (path, x), total in zip(leaves, self.sums_of_squares(tree), strict=True):
             stacked = logical_axes(path, x.ndim).startswith("N")
-            whole = _whole_size(path, x) // (x.shape[0] if stacked else 1)
+            whole = whole_size(path, x) // (x.shape[0] if stacked else 1)
             mean = total * (1.0 / whole)
             means.append(mean.reshape((-1,) + (1,) * (x.ndim - 1)) if stacked else mean[0])
         return jax.tree.unflatten(structure, means)
 
     def norm(self, tree: Any) -> jax.Array:
         """Euclidean norm of all leaves together, f32[]."""
-        return jnp.sqrt(fold(jnp.concatenate(self._sums_of_squares(tree))))
+        return norm_of(self.sums_of_squares(tree))
+
+    def sums_of_squares(self, tree: Any) -> list[jax.Array]:
+        """`sums` of the squares of all elements."""
+        return self.sums(jax.tree.map(lambda x: rounded(x * x, self.zero), tree))
 
     def num_elements(self, tree: Any) -> int:
         """Elements of all leaves, slices on other devices included."""
-        return sum(_whole_size(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree))
-
-    def _sums_of_squares(self, tree: Any) -> list[jax.Array]:
-        return self.sums(jax.tree.map(lambda x: rounded(x * x, self.zero), tree))
+        return sum(whole_size(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree))
 
 
-def _whole_size(path: jax.tree_util.KeyPath, x: jax.Array) -> int:
+def norm_of(sums_of_squares: list[jax.Array]) -> jax.Array:
+    """Euclidean norm f32[] of all leaves together, from MatrixReductions.sums_of_squares."""
+    return jnp.sqrt(fold(jnp.concatenate(sums_of_squares)))
+
+
+def whole_size(path: jax.tree_util.KeyPath, x: jax.Array) -> int:
     """Elements of a leaf of which `x` is this device's slice."""
     cuts = [axis for axis in mesh_axes(logical_axes(path, x.ndim)) if axis is not None]
     return x.size * int(np.prod([jax.lax.axis_size(axis) for axis in cuts], dtype=np.int64))

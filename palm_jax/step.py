@@ -36,11 +36,12 @@ from palm_jax import (
     rounding,
     schedules,
     sharding,
+    vitals,
 )
 from palm_jax.precision import float8
 from palm_jax.precision import loss_scale as loss_scaling
 
-Vitals = dict[str, jax.Array]
+Vitals = vitals.Vitals
 
 
 @flax.struct.dataclass
@@ -125,6 +126,22 @@ def microbatch_losses(
       scales: of the products in float8, stacked over layers; None: all are in the compute
         format.
     """
+    return _microbatch(
+        params, tokens_BL, weights_B, settings, end_of_document, probes, scales, observed=False
+    )[0]
+
+
+def _microbatch(
+    params: model.Params,
+    tokens_BL: jax.Array,
+    weights_B: jax.Array | None,
+    settings: config.Config,
+    end_of_document: int,
+    probes: model.Params | None,
+    scales: float8.LayerScales | None,
+    observed: bool,
+) -> tuple[loss.LossSums, vitals.Seen | None]:
+    """As `microbatch_losses`, with what the forward pass shows if it is `observed`."""
     dtype = precision.compute_dtype(settings.precision)
     order = reductions.order_of(settings.numerics)
     split = _split(order)
@@ -137,7 +154,7 @@ def microbatch_losses(
     top = {name: leaf for name, leaf in params.items() if name != "layers"}
     whole = _gather(top, probes, dtype, order)
     whole["layers"] = params["layers"], None if probes is None else probes["layers"], scales
-    hidden_BLd = model.hidden(
+    found: Any = (model.observed_hidden if observed else model.hidden)(
         whole,
         inputs_BL,
         settings=settings.model,
@@ -149,6 +166,7 @@ def microbatch_losses(
         ),
         split=split,
     )
+    hidden_BLd, layers = found if observed else (found, None)
     hidden_BLD, table_VD = _gradients_together(split.whole(hidden_BLd), model.unembedding(whole))
     vocabulary_size, chunk = settings.model.vocabulary_size, settings.numerics.loss_chunk
     weights_BL = (
@@ -157,11 +175,18 @@ def microbatch_losses(
     if chunk is not None:
         if weights_BL is None:
             weights_BL = jnp.ones(targets_BL.shape, jnp.bool_)
-        return loss.chunked_sums(
-            hidden_BLD, table_VD, targets_BL, weights_BL, vocabulary_size, split, chunk
-        )
-    logits_BLV = loss.logits(hidden_BLD, table_VD, vocabulary_size, split)
-    return loss.sums_by_sequence(logits_BLV, targets_BL, weights_BL, split)
+        given: tuple[Any, ...] = hidden_BLD, table_VD, targets_BL, weights_BL, vocabulary_size
+        of_chunks: Any = loss.chunked_sums_and_peaks if observed else loss.chunked_sums
+        sums = of_chunks(*given, split, chunk)
+    else:
+        logits_BLV = loss.logits(hidden_BLD, table_VD, vocabulary_size, split)
+        of_all: Any = loss.sums_and_peaks if observed else loss.sums_by_sequence
+        sums = of_all(logits_BLV, targets_BL, weights_BL, split)
+    if layers is None:
+        return sums, None
+    sums, peaks_B = sums
+    sum_of_logits = loss.sum_of_logits(hidden_BLD, table_VD, vocabulary_size, split)
+    return sums, vitals.of_microbatch(layers, peaks_B, sum_of_logits)
 
 
 class Summed(NamedTuple):
@@ -172,6 +197,7 @@ class Summed(NamedTuple):
     # u32[microbatches, 2]: digest of each one's own gradient, if log.microbatch_digests.
     microbatch_digests: jax.Array | None
     amaxes: dict[str, jax.Array] | None  # of the products in delayed float8, f32[N, 3]
+    seen: vitals.Seen | None  # of the forward pass, if log.vitals is `all`
 
 
 def gradients(
@@ -196,39 +222,42 @@ def gradients(
     num_passes, width = tokens.shape[0], jax.lax.axis_size(sharding.DATA_PARALLEL)
 
     slots = None if scalings is None else float8.slots(scalings)
+    observed = settings.log.vitals == "all"
 
     def objective(
         params: model.Params, probes: Any, slots: Any, tokens_BL: jax.Array
-    ) -> tuple[jax.Array, loss.LossSums]:
+    ) -> tuple[jax.Array, tuple[loss.LossSums, vitals.Seen | None]]:
         scales: float8.LayerScales | None = None
         if scalings is not None:
             scales = {name: (scalings[name].scale, slot) for name, slot in slots.items()}
         elif settings.precision.policy == "float8":
             scales = {}
-        by_sequence = microbatch_losses(
-            params, tokens_BL, None, settings, end_of_document, probes, scales
+        by_sequence, seen = _microbatch(
+            params, tokens_BL, None, settings, end_of_document, probes, scales, observed
         )
         sums = jax.tree.map(functools.partial(jnp.sum, axis=0), by_sequence)
         value = loss.objective(sums, settings.model.z_loss)
-        return value if scale is None else value * scale, sums
+        return value if scale is None else value * scale, (sums, seen)
 
     def one_pass(one: tuple[jax.Array, jax.Array]) -> Any:
         tokens, number = one
-        (gradient, words, amaxes), sums = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)(
-            params, probes, slots, tokens[0]
-        )
-        # Beside the gradient, whose sum over devices is in its gathers, sums of numbers.
-        beside: Any = sums
+        backward = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)
+        (gradient, words, amaxes), (sums, seen) = backward(params, probes, slots, tokens[0])
+        digests = None
         if probes is not None:
             place = number * width + jax.lax.axis_index(sharding.DATA_PARALLEL)
             none = jnp.zeros((num_passes * width, 2), jnp.uint32)
-            beside = sums, none.at[place].set(reductions.probed(words))
+            digests = none.at[place].set(reductions.probed(words))
+        # Beside the gradient, whose sum over devices is in its gathers, sums of numbers.
+        beside = sums, digests, None if seen is None else seen.sums
         beside = jax.tree.map(lambda x: order.over(x, sharding.DATA_PARALLEL), beside)
-        return gradient, beside, reductions.Largest(amaxes)
+        peaks = None if seen is None else seen.largest
+        return gradient, beside, reductions.Largest(amaxes), peaks
 
     zero = rounding.unknown_zero(tokens.reshape(-1)[0])  # no token's id is negative
-    gradient, beside, amaxes = order.stream(one_pass, (tokens, jnp.arange(num_passes)), zero)
-    sums, digests = beside if probes is not None else (beside, None)
+    gradient, (sums, digests, seen_sums), amaxes, peaks = order.stream(
+        one_pass, (tokens, jnp.arange(num_passes)), zero
+    )
     everywhere = (*sharding.DATA_PARALLEL, "tensor")
     return Summed(
         gradient=reductions.complete_over_tensor(gradient, order),
@@ -236,6 +265,7 @@ def gradients(
         microbatch_digests=digests,
         # A maximum is the same in any order.
         amaxes=jax.tree.map(lambda x: jax.lax.pmax(x, everywhere), amaxes.values),
+        seen=None if peaks is None else vitals.complete(vitals.Seen(seen_sums, peaks), order),
     )
 
 
@@ -276,14 +306,14 @@ def train_step(
 
     params = precision.wide(state.params)
     scale = objective_scale(state, tokens, settings.precision)
-    gradient, sums, microbatch_digests, amaxes = gradients(
-        params, tokens, settings, end_of_document, scale, state.float8
-    )
+    summed = gradients(params, tokens, settings, end_of_document, scale, state.float8)
+    sums, amaxes = summed.sums, summed.amaxes
     per_target = 1.0 / sums.targets.astype(jnp.float32)
     # Powers of two: multiplied and divided by, they leave the bits of a gradient as they are.
     unscaled = per_target if scale is None else per_target * (1.0 / scale)
-    gradient = jax.tree.map(lambda g: g * unscaled, gradient)
-    gradient_norm = matrices.norm(gradient)
+    gradient = jax.tree.map(lambda g: g * unscaled, summed.gradient)
+    gradient_squares = matrices.sums_of_squares(gradient)
+    gradient_norm = reductions.norm_of(gradient_squares)
     rate = schedules.rate(settings.schedule)(state.schedule_step) * controls.rate_scale
     updates, optimizer_state = rule.update(
         gradient,
@@ -308,17 +338,22 @@ def train_step(
     after = jax.tree.map(
         lambda new, old: jnp.where(applied, new.astype(old.dtype), old), after, state
     )
+    squares = vitals.Squares(
+        gradient=gradient_squares,
+        parameters=matrices.sums_of_squares(params),
+        update=matrices.sums_of_squares(updates),
+    )
     num_parameters = matrices.num_elements(params)
     cross_entropy = sums.cross_entropy * per_target
     z_loss = settings.model.z_loss * (sums.z * per_target)
-    vitals = {
+    measured = {
         "loss": cross_entropy + z_loss,
         "cross_entropy": cross_entropy,
         "z_loss": z_loss,
         "mean_log_z": sums.log_z * per_target,
         "gradient_norm": gradient_norm,
-        "update_rms": matrices.norm(updates) * num_parameters**-0.5,
-        "parameter_norm": matrices.norm(params),
+        "update_rms": reductions.norm_of(squares.update) * num_parameters**-0.5,
+        "parameter_norm": reductions.norm_of(squares.parameters),
         "rate": rate,
         "rate_scale": controls.rate_scale,
         "skip_above": controls.skip_above,
@@ -327,17 +362,32 @@ def train_step(
         "schedule_step": state.schedule_step,
         "targets": sums.targets,
     }
-    if microbatch_digests is not None:
-        vitals["microbatch_digests"] = microbatch_digests
+    if summed.seen is not None:
+        measured |= vitals.of_step(
+            summed.seen,
+            squares,
+            settings=settings,
+            tokens=tokens,
+            per_target=per_target,
+            params=params,
+            raw_gradient=summed.gradient,
+            gradient=gradient,
+            gradient_norm=gradient_norm,
+            optimizer_after=optimizer_state,
+            split=_split(order),
+            matrices=matrices,
+        )
+    if summed.microbatch_digests is not None:
+        measured["microbatch_digests"] = summed.microbatch_digests
     after = after.replace(step=state.step + 1)  # type: ignore[attr-defined]
     if state.loss_scale is not None:
         # The norm is of the gradient summed over all devices: all of them decide alike.
         finite = jnp.isfinite(gradient_norm)
         next_scale = loss_scaling.after(state.loss_scale, finite, settings.precision)
         after = after.replace(loss_scale=next_scale)  # type: ignore[attr-defined]
-        vitals["loss_scale"] = state.loss_scale.scale
-        vitals["skips_at_floor"] = next_scale.skips_at_floor
-    return after, vitals
+        measured["loss_scale"] = state.loss_scale.scale
+        measured["skips_at_floor"] = next_scale.skips_at_floor
+    return after, measured
 
 
 # --- compiled for a mesh ------------------------------------------------------------------

@@ -167,7 +167,8 @@ def test_preparing_again_says_the_same(palm_jax, prepared):
 def test_training_ends_with_one_json_object(palm_jax, trained):
     said = trained.json
     assert trained.out.count("\n") == 1
-    assert set(said) == {"run", "step", "loss", "eval", "tokens", "state_digest"}
+    assert set(said) == {"run", "step", "loss", "eval", "tokens", "state_digest", "gave_up"}
+    assert said["gave_up"] is None
     assert said["run"] == "runs/straight"
     assert said["step"] == STEPS
     assert said["tokens"] == (20 * 8 + 180 * 16) * 16

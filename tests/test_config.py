@@ -414,6 +414,8 @@ OTHER = {
     "log.tensorboard": "false",
     "log.peak_flops": "1e12",
     "log.profile": "3:5",
+    "log.vitals": "basic",
+    "log.alert_command": "mail",
     "spikes.policy": "stop",
     "spikes.window": "200",
     "spikes.min_history": "31",

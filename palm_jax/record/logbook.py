@@ -368,8 +368,23 @@ def skip_limits(run_dir: str | os.PathLike[str], segment: int) -> dict[int, floa
     }
 
 
-# A field that the setting log.microbatch_digests switches on and off: compared where both have it.
 MICROBATCH_DIGESTS = "microbatch_digests"
+# What log.microbatch_digests and log.vitals switch on and off, and per-layer and per-table fields.
+_OPTIONAL = {
+    MICROBATCH_DIGESTS,
+    "attention_entropy",
+    "clip_factor",
+    "max_attention_logit",
+    "max_log_z",
+    "mean_logit",
+    "nonfinite_share",
+    "underflow_share",
+}
+
+
+def is_optional(field: str) -> bool:
+    """Whether a step's record may lack the field, so that it is compared where both have it."""
+    return field in _OPTIONAL or "/" in field
 
 
 def differing_fields(first: Mapping[str, Any], again: Mapping[str, Any]) -> tuple[str, ...]:
@@ -379,7 +394,7 @@ def differing_fields(first: Mapping[str, Any], again: Mapping[str, Any]) -> tupl
         field
         for field in dict.fromkeys([*first, *again])
         if first.get(field, missing) != again.get(field, missing)
-        and not (field == MICROBATCH_DIGESTS and not (field in first and field in again))
+        and not (is_optional(field) and not (field in first and field in again))
     )
 
 

@@ -47,6 +47,7 @@ class ProgramRecorder:
                 "fingerprint": fingerprint,
                 "mesh": list(program.mesh.devices.shape),
                 "microbatch_digests": program.settings.log.microbatch_digests,
+                "vitals": program.settings.log.vitals,
                 "lowered_digest": compiled.lowered_digest,
                 "optimized_digest": compiled.optimized_digest,
             }
@@ -64,5 +65,5 @@ class ProgramRecorder:
 
 
 def _key(record: dict[str, Any]) -> tuple[str, ...]:
-    names = ("fingerprint", "batch_size", "mesh", "microbatch_digests")
-    return tuple(str(record[name]) for name in names)
+    names = ("fingerprint", "batch_size", "mesh", "microbatch_digests", "vitals")
+    return tuple(str(record.get(name)) for name in names)

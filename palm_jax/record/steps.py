@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 import tensorboardX
 
 from palm_jax import config, data, processes
@@ -169,5 +170,6 @@ class StepRecorder:
             return
         for name, value in {**self.last, **measured}.items():
             # Limits are infinite where they are off.
-            if not isinstance(value, str | list) and name not in ("skip_above", "clip_norm"):
+            is_number = not isinstance(value, str) and np.ndim(value) == 0
+            if is_number and name not in ("skip_above", "clip_norm"):
                 self.summaries.add_scalar(name, float(value), step)

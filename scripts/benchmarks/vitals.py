@@ -1,0 +1,67 @@
+"""What the vitals cost: time, memory and operations of a step with them beside one without.
+
+Both programs are compiled first. Then their steps alternate, in an order that alternates too;
+the fastest of each counts, and the median of the ratios of neighbouring steps says how far the
+machine was left alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+from palm_jax import config, start
+
+ROUNDS, SWITCH = 40, ("basic", "all")
+
+
+def measure(overrides: list[str]) -> None:
+    def settings_of(vitals: str) -> config.Config:
+        return config.load("configs/quickstart.yaml", [f"log.vitals={vitals}", *overrides])
+
+    start.start(settings_of("all"))
+
+    import jax
+    import numpy as np
+
+    from palm_jax import sharding, step
+
+    runs = {}
+    for vitals in SWITCH:
+        settings = settings_of(vitals)
+        program = step.make_program(settings, sharding.make_mesh(settings.mesh), 256)
+        size = settings.data.ramp.sizes[-1]
+        shape = (len(program.rows_here(size)), settings.model.sequence_length + 1)
+        batch = program.put(np.random.default_rng(0).integers(0, 256, shape).astype(np.int32))
+        began = time.perf_counter()
+        lowered = program.traceable_step.lower(program.state_shapes, batch, step.controls())
+        executable = lowered.compile()
+        facts = {
+            "compile_s": time.perf_counter() - began,
+            "MiB_temporaries": executable.memory_analysis().temp_size_in_bytes / 2**20,
+            "GFLOP": executable.cost_analysis()["flops"] / 1e9,
+        }
+        runs[vitals] = [program.init(), executable, batch, facts]
+    controls = step.controls()
+    seconds: dict[str, list[float]] = {vitals: [] for vitals in SWITCH}
+    for number in range(ROUNDS):
+        for vitals in SWITCH[:: 1 if number % 2 else -1]:
+            held = runs[vitals]
+            began = time.perf_counter()
+            held[0], computed = held[1](held[0], held[2], controls)
+            jax.block_until_ready((held[0], computed))
+            seconds[vitals].append(time.perf_counter() - began)
+    fastest = {vitals: min(times) for vitals, times in seconds.items()}
+    neighbours = [b / a for a, b in zip(*(seconds[v] for v in SWITCH), strict=True)]
+    print("| | basic | all | all : basic |")
+    print("|--|--|--|--|")
+    rows = {"fastest step, s": [fastest[v] for v in SWITCH]}
+    rows |= {name: [runs[v][3][name] for v in SWITCH] for name in runs["all"][3]}
+    for name, (basic, every) in rows.items():
+        print(f"| {name} | {basic:.3f} | {every:.3f} | {every / basic:.3f} |")
+    print(f"\nmedian ratio of neighbouring steps: {statistics.median(neighbours):.3f}")
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1:])
