@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from runs import StopAfter
 
 from palm_jax import config, data, sharding, step
 from palm_jax import train as training
@@ -16,7 +17,6 @@ from palm_jax.errors import WrongInput
 from palm_jax.record import logbook, segments
 from palm_jax.record.folder import RunFolder
 from palm_jax.replay.replay import replay
-from runs import StopAfter
 
 STEPS, GARBAGE = 64, (40, 52)  # steps that the garbage is planted in
 SPIKES = {
