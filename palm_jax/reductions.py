@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -50,18 +51,31 @@ def tree_sum(terms: jax.Array) -> jax.Array:
     return terms[0]
 
 
-def fold(terms: jax.Array) -> jax.Array:
-    """Sum over the first axis, of any size, in an order that depends on its size alone.
+def fold(terms: jax.Array, axis: int = 0) -> jax.Array:
+    """Sum over an axis of any size, in an order that depends on its size alone.
 
-    Floating terms are added in float32.
+    Additions of slices, each a stretch of the axis, floating terms in float32. Not jnp.sum:
+    XLA:CPU lets LLVM reorder its additions, which does so by the sizes of the other axes.
     """
     if _is_floating(terms):
         terms = terms.astype(jnp.float32)
-    while (size := terms.shape[0]) > 1:
-        half = size // 2
-        sums = terms[:half] + terms[half : 2 * half]
-        terms = jnp.concatenate([sums, terms[2 * half :]]) if size % 2 else sums
-    return terms[0]
+
+    def stretch(start: int, stop: int) -> jax.Array:
+        return jax.lax.slice_in_dim(terms, start, stop, axis=axis)
+
+    while (size := terms.shape[axis]) > 1:
+        group = math.gcd(size, AT_ONCE)
+        if group == 1:
+            half = size // 2
+            sums = stretch(0, half) + stretch(half, 2 * half)
+            terms = jnp.concatenate([sums, stretch(2 * half, size)], axis=axis)
+            continue
+        length = size // group
+        parts = [stretch(i * length, (i + 1) * length) for i in range(group)]
+        while len(parts) > 1:
+            parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
+        terms = parts[0]
+    return jnp.squeeze(terms, axis)
 
 
 def _is_floating(x: jax.Array) -> bool:
@@ -196,10 +210,24 @@ class Canonical:
         """Sums of a stacked parameter's slice over all but its axes N and D, [D here, N].
 
         Every index along D is summed by itself first: a reduction of the same extent and
-        order however many of them this device holds.
+        order however many of them this device holds. On TPUs, where it is not known that a
+        reduction's order depends on anything else, it is XLA's own. So it is for what is no
+        floating number: counts up to 2^24 are exact.
         """
-        keep = [dim for dim, letter in enumerate(axes) if letter in "ND"]
-        sums = jnp.sum(x, axis=[dim for dim in range(x.ndim) if dim not in keep])
+        summed = [dim for dim, letter in enumerate(axes) if letter not in "ND"]
+
+        def folded(x: jax.Array) -> jax.Array:
+            for dim in reversed(summed):  # so that those before it keep their places
+                x = fold(x, dim)
+            return x
+
+        def by_xla(x: jax.Array) -> jax.Array:
+            return jnp.sum(x, axis=summed, dtype=jnp.float32)
+
+        if _is_floating(x):
+            sums = jax.lax.platform_dependent(x, tpu=by_xla, default=folded)
+        else:
+            sums = by_xla(x)
         return sums.T if "D" in axes else sums[None]
 
     def along_width(self, sums: jax.Array) -> jax.Array:
@@ -235,7 +263,7 @@ class Fast:
         return _in_order(passes, one_pass, jax.eval_shape(one_pass, first), 0)
 
     def along_matrices(self, x: jax.Array, axes: str) -> jax.Array:
-        return jnp.sum(x, axis=range(1, x.ndim))[None]
+        return jnp.sum(x, axis=range(1, x.ndim), dtype=jnp.float32)[None]
 
     def along_width(self, sums: jax.Array) -> jax.Array:
         return jax.lax.psum(sums[0], "fsdp")

@@ -21,11 +21,13 @@ COORDINATOR, NUM_PROCESSES, PROCESS = (
     "PALM_JAX_NUM_PROCESSES",
     "PALM_JAX_PROCESS_ID",
 )
+_EMULATED = "--xla_force_host_platform_device_count"
 _ALONE = f"{NUM_PROCESSES}=1 {PROCESS}=0 {COORDINATOR}=localhost:8476"
 
 
 def start(settings: config.Config) -> None:
-    """Pin the thread pool, emulate devices if asked, meet other processes, keep what is compiled.
+    """Pin the thread pool, emulate devices if asked, meet other processes, and, where it is
+    safe, keep what is compiled.
 
     XLA:CPU splits contractions by the size of its thread pool, and so chooses their bits by
     it. NPROC sets that size, whatever the number of cores, when the devices are first used.
@@ -64,10 +66,23 @@ def start(settings: config.Config) -> None:
     precision = matmul_precision(settings.precision, platforms[0])  # where it will compute
     if precision is not None:
         jax.config.update("jax_default_matmul_precision", precision)
-    # The size of the pool is not part of XLA's own key, so it is part of the folder.
-    folder = compiled_folder(settings)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if _may_keep(platforms[0], alone=several is None):
+        # The size of the pool is not part of XLA's own key, so it is part of the folder.
+        jax.config.update("jax_compilation_cache_dir", str(compiled_folder(settings)))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _may_keep(platform: str, alone: bool) -> bool:
+    """Whether programs read from a folder of compiled ones may be executed.
+
+    Not on several CPU devices (seen with jax 0.10.2). XLA:CPU reads a program without the order
+    in which collectives inside a loop and outside of it follow each other: devices meet in
+    different ones, and wait forever, or one writes past the end of the other's buffer.
+    """
+    if platform not in ("", "cpu"):
+        return True
+    emulated = re.findall(rf"{_EMULATED}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return alone and (not emulated or emulated[-1] == "1")
 
 
 def matmul_precision(precision: config.Precision, platform: str) -> str | None:
@@ -97,9 +112,8 @@ def _emulate(num_devices: int, num_processes: int) -> None:
             f"{num_processes}; each process emulates an equal part"
         )
     os.environ["JAX_PLATFORMS"] = "cpu"
-    option = "--xla_force_host_platform_device_count"
-    others = re.sub(rf"{option}=\S+", "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = f"{others} {option}={num_devices // num_processes}".strip()
+    others = re.sub(rf"{_EMULATED}=\S+", "", os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = f"{others} {_EMULATED}={num_devices // num_processes}".strip()
 
 
 def _announced() -> tuple[str, int, int] | None:

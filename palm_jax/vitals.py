@@ -170,7 +170,7 @@ def shares(gradient: model.Params, policy: str, matrices: reductions.MatrixReduc
         return (magnitude(x) > 0) & (magnitude(x) < _SMALLEST_OF_FLOAT16)
 
     def share(test: collections.abc.Callable[[jax.Array], jax.Array]) -> jax.Array:
-        counts = matrices.sums(jax.tree.map(lambda x: test(x).astype(jnp.float32), gradient))
+        counts = matrices.sums(jax.tree.map(test, gradient))
         per_element = 1.0 / matrices.num_elements(gradient)
         return reductions.fold(jnp.concatenate(counts)) * per_element
 

@@ -1,8 +1,14 @@
-"""Eight emulated CPU devices and a pinned thread pool, set before JAX looks at its devices."""
+"""Eight emulated CPU devices and a pinned thread pool, set before JAX looks at its devices.
+
+Each program is compiled once in a session. JAX's folder of compiled programs would not do: what
+several CPU devices read from it may wait forever (palm_jax/start.py).
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import os
 import pathlib
 
@@ -14,11 +20,31 @@ import jax
 import numpy as np
 import pytest
 
-from palm_jax import config, start
-from palm_jax.corpus import prepare
+from palm_jax import config, step
 
-jax.config.update("jax_compilation_cache_dir", str(start.cache_folder() / "tests"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+AFRESH = step.make_program
+# Settings that say when and where, and nothing of what a step computes.
+NOT_COMPILED = {
+    **dict.fromkeys(["steps", "data", "checkpoint", "spikes", "eval"], True),
+    "log": set(config.Log.model_fields) - {"vitals", "microbatch_digests"},
+}
+PROGRAMS: dict[tuple[str, jax.sharding.Mesh, int], step.Program] = {}
+
+
+@functools.wraps(AFRESH)
+def make_program(
+    settings: config.Config, mesh: jax.sharding.Mesh, end_of_document: int
+) -> step.Program:
+    key = settings.model_dump_json(exclude=NOT_COMPILED), mesh, end_of_document
+    if key not in PROGRAMS:
+        PROGRAMS[key] = AFRESH(settings, mesh, end_of_document)
+    return dataclasses.replace(PROGRAMS[key], settings=settings)
+
+
+# Before other modules take it by its name.
+step.make_program = make_program
+
+from palm_jax.corpus import prepare  # noqa: E402
 
 SMALL = {
     "steps": 12,
@@ -34,6 +60,12 @@ SMALL = {
     "checkpoint": {"every": 4},
     "log": {"every": 3, "tensorboard": False},
 }
+
+
+@pytest.fixture
+def compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that changes the code of a step."""
+    monkeypatch.setattr(f"{__name__}.PROGRAMS", {})
 
 
 @pytest.fixture(scope="session")

@@ -73,14 +73,10 @@ def history(small, tmp_path_factory):
     return get
 
 
-CHANGING = [(8, 1), (1, 4), (2, 1), (4, 2), (1, 1)]
 MESHES = {
-    "2x1": [(2, 1)],
-    "1x4": [(1, 4)],
     "8x1": [(8, 1)],
-    "2x4": [(2, 4)],
     "changing": [(8, 1), (1, 4), (2, 1), (4, 2), (1, 1)],
-    "changing otherwise": [(1, 8), (1, 1), (2, 2), (1, 2)],
+    "changing otherwise": [(1, 8), (2, 2), (2, 1), (1, 2)],
 }
 
 
@@ -99,7 +95,7 @@ def test_a_run_moves_to_other_devices_at_a_checkpoint(small, tmp_path):
     assert starts[1]["environment_changed"] == {}
 
 
-CASES = [("float32", name) for name in MESHES] + [("bfloat16", "8x1"), ("bfloat16", "changing")]
+CASES = [("float32", name) for name in MESHES] + [("bfloat16", "changing")]
 
 
 @pytest.mark.slow
@@ -129,8 +125,7 @@ def test_the_history_has_what_it_is_compared_by(history):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(4, 1), (2, 4)])
-def test_every_segment_replays_on_other_devices(history, mesh):
+def test_every_segment_replays_on_other_devices(history):
     path, _ = history("float32")
     run = RunFolder(path)
     with Corpus.open(run.config().data.corpus) as corpus:
@@ -141,7 +136,7 @@ def test_every_segment_replays_on_other_devices(history, mesh):
                 stop,
                 corpus=corpus,
                 segment=segment,
-                mesh=config.Mesh(data=mesh[0], fsdp=mesh[1]),
+                mesh=config.Mesh(data=2, fsdp=4),
             )
             assert found.identical, (segment, found.first_difference)
 

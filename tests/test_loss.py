@@ -377,6 +377,7 @@ def test_chunked_sums_never_hold_all_logits():
     assert "2x12x20xf32" not in text
 
 
+@pytest.mark.slow
 def test_step_with_chunks_is_close_to_the_step_without(small):
     found = []
     for chunk in (None, 2):

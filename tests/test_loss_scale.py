@@ -210,6 +210,7 @@ def test_without_a_scale_small_gradients_are_lost(gradient_of):
     assert errors[2.0**-24] > 0.5
 
 
+@pytest.mark.slow
 def test_clipping_sees_the_gradient_that_float32_has(small):
     """Scale 2^15, clip 0.5: norm and update are those of float32, to float16's rounding."""
     common = {"optimizer.clip_norm": 0.5, "optimizer.name": "adamw", "schedule.peak": 0.003}

@@ -82,7 +82,13 @@ def cut_products(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(("bits", "passes"), [(7, False), (10, False), (15, True)])
+@pytest.mark.parametrize(
+    ("bits", "passes"),
+    [
+        (7, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(10, False), (15, True)]),
+    ],
+)
 def test_products_in_bfloat16_or_tensorfloat_are_refused(small, cut_products, bits, passes):
     settings = small(**MODEL, **SPLIT)
     honest = parity.losses_on_cpu(settings, rows(settings)[:4], END)
@@ -101,6 +107,7 @@ def without_a_slice(params):
     return {**params, "layers": {**params["layers"], "w_down_FD": w.at[:, ::2].set(0)}}
 
 
+@pytest.mark.slow
 def test_gross_fault_is_refused_in_bfloat16_too(small):
     outcome = examined(small(**MODEL, **SPLIT, **{"precision.policy": "bfloat16"}), without_a_slice)
     assert not outcome.passes

@@ -179,7 +179,7 @@ def test_changed_environment_is_refused_by_name_unless_allowed(copy, monkeypatch
     assert list(found.environment_differences) == ["flax"]
 
 
-def test_other_program_is_said_to_be_one(copy, monkeypatch):
+def test_other_program_is_said_to_be_one(copy, monkeypatch, compiled_afresh):
     from palm_jax import model
 
     monkeypatch.setattr(model, "EPSILON", 1e-5)

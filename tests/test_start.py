@@ -68,6 +68,28 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+KEPT = """
+    start.start(settings)
+    import jax
+    print(jax.config.jax_compilation_cache_dir is not None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kept", "overrides", "environ"),
+    [
+        ("True", (), {}),
+        ("True", ("mesh.emulated_devices=1",), {}),
+        ("False", ("mesh.emulated_devices=2", "mesh.data=2"), {}),
+        ("False", (), {"XLA_FLAGS": f"{start._EMULATED}=8"}),
+        ("False", (), {"XLA_FLAGS": f"{start._EMULATED}=8", "JAX_PLATFORMS": "cpu"}),
+        ("True", (), {"XLA_FLAGS": f"{start._EMULATED}=8", "JAX_PLATFORMS": "cuda"}),
+    ],
+)
+def test_programs_of_several_cpu_devices_are_compiled_each_time(kept, overrides, environ):
+    assert output_of(KEPT, *overrides, **environ) == [kept]
+
+
 def test_modules_do_not_depend_on_where_their_sources_lie():
     # The body of a kernel is in its module as encoded bytes, and with it the names of files.
     lines = output_of("""

@@ -160,7 +160,7 @@ VARIANTS = {
     "bfloat16": {"precision.policy": "bfloat16"},
     "adamw": {"optimizer.name": "adamw", "schedule.peak": 0.003},
 }
-QUICK = [("float32", (4, 2)), ("bfloat16", (1, 8))]
+QUICK = [("float32", (4, 2))]
 CASES = [
     pytest.param(variant, mesh, marks=() if (variant, mesh) in QUICK else pytest.mark.slow)
     for variant in VARIANTS
@@ -177,6 +177,7 @@ def test_twelve_ramped_steps_have_the_same_bits_on_any_mesh(small, reference, va
     assert as_bytes(state) == as_bytes(wanted_state)
 
 
+@pytest.mark.slow
 def test_other_lanes_give_other_bits(small, reference):
     """The comparison above can fail: a different tree is a different run."""
     _, eight = reference(small())
@@ -276,7 +277,7 @@ def test_every_leaf_lives_where_the_rules_say(small):
 
 
 def test_one_compilation_a_batch_size(small):
-    settings = small()
+    settings = small(**{"schedule.peak": 0.0123})  # no other test has compiled it
     program = program_for(settings)
     state, controls = program.init(), step.controls()
     batches = [program.put(tokens_of(settings, index)) for index in range(12)]

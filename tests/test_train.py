@@ -196,7 +196,9 @@ def test_code_that_would_read_other_data_may_not_go_on(small, straight, tmp_path
         training.train(small(steps=13), run)
 
 
-def test_code_that_makes_another_program_may_not_go_on(small, straight, tmp_path, monkeypatch):
+def test_code_that_makes_another_program_may_not_go_on(
+    small, straight, tmp_path, monkeypatch, compiled_afresh
+):
     run = tmp_path / "run"
     shutil.copytree(straight[0], run)
     monkeypatch.setattr(model, "EPSILON", 1e-5)

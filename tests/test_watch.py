@@ -139,6 +139,7 @@ def test_rollback_leaves_the_garbage_out_and_ends_near_the_clean_run(
     assert end >= data.sequences_before(ramp, stop)
 
 
+@pytest.mark.slow
 def test_whole_history_replays_on_another_device_count(watched, rolled_back):
     run, _, _ = rolled_back
     mesh = config.Mesh(data=2, fsdp=2)

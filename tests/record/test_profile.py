@@ -66,6 +66,7 @@ def test_trace_holds_the_steps_asked_for_and_changes_no_bit(small, straight, tmp
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_run_that_stops_and_goes_on_inside_the_interval_traces_both_parts(
     small, straight, tmp_path
 ):
