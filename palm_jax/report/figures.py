@@ -93,7 +93,7 @@ def panels(
                 continue
             found.append(_line(group, line, history.abandoned(name), kept))
         if group == "Loss":
-            found += _held_out(found, evaluations)
+            found += _held_out(found, evaluations, history.series("cross_entropy"))
     found += [_heat(layers) for layers in history.layers()]
     return found, constant
 
@@ -166,41 +166,52 @@ def _points(line: Series, role: str, kept: npt.NDArray[np.int64]) -> Panel:
     }
 
 
-def _held_out(drawn: list[Panel], evaluations: collections.abc.Sequence[Record]) -> list[Panel]:
-    """Puts held-out losses beside the loss; returns panels of the other evaluations."""
+def _held_out(
+    drawn: list[Panel], evaluations: collections.abc.Sequence[Record], training: Series
+) -> list[Panel]:
+    """Puts held-out losses beside the loss; returns panels of what else evaluations say.
+
+    Args:
+      training: cross-entropy of the batches, which is what an evaluation's loss is, too.
+    """
     others = []
     for split in sorted({str(record.get("split")) for record in evaluations}):
         of_split = [record for record in evaluations if str(record.get("split")) == split]
+        lines = {}
         for field in ("loss", "bits_per_byte"):
             rows = [(r["step"], series.as_float(r.get(field))) for r in of_split]
             there = [(step, value) for step, value in rows if value is not None]
-            if not there:
-                continue
             name = f"{title(split)} {title(field)}"
-            line = Series(name, np.array([s for s, _ in there]), np.array([v for _, v in there]))
-            points = _points(line, "held_out", np.zeros(0, np.int64)) | {"markers": True}
-            bad = series.non_finite(line)
-            strange = [[span.first, span.last, span.count, span.what] for span in bad]
-            loss = next((panel for panel in drawn if panel["wide"]), None)
-            if field == "loss" and loss is not None:
-                loss["series"].append(points)
-                loss["bad"] += strange
-                loss["num_bad"] += sum(span.count for span in bad)
-            else:
-                others.append(
-                    {
-                        "kind": "line",
-                        "group": "Loss",
-                        "title": name,
-                        "unit": "bits" if field == "bits_per_byte" else "nats a token",
-                        "wide": False,
-                        "log": False,
-                        "series": [points],
-                        "bad": strange,
-                        "num_bad": sum(span.count for span in bad),
-                    }
-                )
-    return others
+            steps, values = [s for s, _ in there], [v for _, v in there]
+            lines[field] = Series(name, np.array(steps, np.int64), np.array(values, np.float64))
+        loss = next((panel for panel in drawn if panel["wide"]), None)
+        if loss is not None and len(lines["loss"].steps_S):
+            panel = _evaluated(lines["loss"], "nats a token")
+            loss["series"] += panel["series"]
+            loss["bad"] += panel["bad"]
+            loss["num_bad"] += panel["num_bad"]
+            others.append(_evaluated(series.gap(training, lines["loss"]), "nats a token"))
+        elif len(lines["loss"].steps_S):
+            others.append(_evaluated(lines["loss"], "nats a token"))
+        others.append(_evaluated(lines["bits_per_byte"], "bits"))
+    return [panel for panel in others if panel["series"]]
+
+
+def _evaluated(line: Series, unit: str) -> Panel:
+    """Numbers of evaluations, each with a marker."""
+    bad = series.non_finite(line)
+    points = _points(line, "held_out", np.zeros(0, np.int64)) | {"markers": True}
+    return {
+        "kind": "line",
+        "group": "Loss",
+        "title": line.name,
+        "unit": unit,
+        "wide": False,
+        "log": False,
+        "series": [points] if len(line.steps_S) else [],
+        "bad": [[span.first, span.last, span.count, span.what] for span in bad],
+        "num_bad": sum(span.count for span in bad),
+    }
 
 
 def _heat(layers: LayerSeries) -> Panel:

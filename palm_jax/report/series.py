@@ -21,6 +21,7 @@ from palm_jax.record.chronicle.histories import Rows
 
 LAYERS = "layers/"  # begins the name of a vital that has a number for each layer
 MEASURED = "measured/"  # before the names of times and rates, which no replay compares
+GAP_STEPS = 50  # of training, beside which a held-out loss is put
 NUM_POINTS = 4000  # of one series, at most about these
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -222,6 +223,24 @@ def middle(line: Series, most: int) -> Series:
         if len(values):
             medians[bucket] = np.median(values)
     return Series(line.name, steps, medians)
+
+
+def gap(training: Series, held_out: Series, window: int = GAP_STEPS) -> Series:
+    """How much higher the loss is held out than in training, at each evaluated step.
+
+    Beside the median of the finite losses of the `window` steps before it; steps that have none
+    are left out.
+    """
+    steps, gaps = [], []
+    for step, value in zip(held_out.steps_S, held_out.values_S, strict=True):
+        first, stop = np.searchsorted(training.steps_S, [step - window, step])
+        before = training.values_S[first:stop]
+        before = before[np.isfinite(before)]
+        if len(before):
+            steps.append(step)
+            gaps.append(value - np.median(before))
+    name = f"{held_out.name} above training"
+    return Series(name, np.array(steps, np.int64), np.array(gaps, np.float64))
 
 
 def _ends(groups: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -57,6 +57,32 @@ def test_what_was_abandoned_is_kept_apart_with_a_gap_where_steps_jump():
     assert bits(left.values_S) == bits([128, 192, 256, math.nan, 192])
 
 
+@hypothesis.given(
+    losses=st.lists(NUMBERS, max_size=30),
+    skipped=st.integers(0, 5),
+    evaluated=st.lists(st.integers(0, 40), unique=True).map(sorted),
+    window=st.integers(1, 12),
+)
+def test_gap_is_beside_the_median_of_the_finite_losses_before(losses, skipped, evaluated, window):
+    training = Series("t", np.arange(skipped, skipped + len(losses)), np.array(losses, np.float64))
+    held_out = Series("h", np.array(evaluated, np.int64), np.full(len(evaluated), 2.5))
+    expected = {}
+    for step in evaluated:
+        before = [
+            losses[s - skipped]
+            for s in range(step - window, step)
+            if s >= skipped and s - skipped < len(losses) and math.isfinite(losses[s - skipped])
+        ]
+        if before:
+            before.sort()
+            middle = len(before) // 2
+            lower = before[middle] if len(before) % 2 else before[middle - 1]
+            expected[step] = 2.5 - (lower + before[middle]) / 2
+    found = series.gap(training, held_out, window)
+    assert found.steps_S.tolist() == list(expected)
+    np.testing.assert_array_equal(found.values_S, list(expected.values()))
+
+
 def test_a_branch_of_an_older_segment_takes_its_steps_up_again():
     records = [*books.steps(0, 8, loss=0.0), *books.steps(3, 6, segment=1, loss=1.0)]
     columns, followed = recorded([*records, *books.steps(5, 7, segment=2, loss=2.0)])
