@@ -543,6 +543,27 @@ def test_alarms_and_traces_are_told_with_the_steps_around_them(tmp_path):
     assert "- The profiler traced steps 3 to 5, in `segments/000/profile/3`." in text
 
 
+def test_losses_beside_a_cpus_and_alerts_that_failed_are_told(tmp_path):
+    compared = event(
+        *("parity", "10:00:01"),
+        **{"segment": 0, "step": 0, "platform": "tpu", "sequences": 4, "loss": 5.625},
+        **{"loss_on_cpu": 5.5, "difference": 0.0625, "tolerance": 0.125},
+    )
+    reason = {"left_out": "the host is too small"}
+    left_out = event("parity", "10:00:02", segment=0, step=0, **reason)
+    failed = event("alert_failed", "10:00:03", command="page | me", exit_code=3)
+    text = chronicle.render(
+        write(tmp_path, [start("10:00:00", 0, 0, 9), compared, left_out, failed])
+    )
+    assert text.count("the losses of step 0 of segment 0 beside a CPU's") == 2
+    assert "- Mean of 4 sequences: 5.625 on tpu, 5.5 on a CPU." in text.replace("`", "")
+    assert "difference of one is 0.0625; 0.125 is allowed." in text.replace("`", "")
+    assert "They were not compared: the host is too small." in text
+    assert "nobody was alerted" in text
+    assert "page | me" in text.replace("\\", "")
+    assert "exit code 3." in text.replace("`", "")
+
+
 def test_an_unknown_event_is_told_with_all_its_fields(tmp_path):
     strange = event("surprise", "10:00:00", segment=0, step=3, kind="spike", rows=[{"a|b": None}])
     damaged = event("checkpoint", "10:00:01", segment=0, step="four")

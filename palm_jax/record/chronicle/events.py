@@ -1,4 +1,5 @@
-"""Parts of entries: environments, changed settings, torn lines, the table of all numbers."""
+"""Parts of entries: environments, changed settings, torn lines, the table of all numbers;
+entries of few words."""
 
 from __future__ import annotations
 
@@ -47,6 +48,26 @@ def changes(of: str, changes: Any) -> list[str]:
 
 def torn_line(where: str) -> str:
     return f"{words.code(where)} is torn: a process died while writing it. It was left out."
+
+
+def parity(record: Record) -> list[str]:
+    if record.get("left_out") is not None:
+        return [f"They were not compared: {words.told(record['left_out'])}."]
+    on = words.value(record.get("platform"))
+    return [
+        f"Mean of {words.value(record.get('sequences'))} sequences: "
+        f"{words.value(record.get('loss'))} on {on}, "
+        f"{words.value(record.get('loss_on_cpu'))} on a CPU.",
+        f"The largest relative difference of one is {words.value(record.get('difference'))}; "
+        f"{words.value(record.get('tolerance'))} is allowed.",
+    ]
+
+
+def alert_failed(record: Record) -> list[str]:
+    return [
+        f"{words.code('log.alert_command')} {words.value(record.get('command'))} ended with exit "
+        f"code {words.value(record.get('exit_code'))}."
+    ]
 
 
 def table(totals: dict[str, Any]) -> str:

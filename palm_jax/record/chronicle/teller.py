@@ -26,6 +26,8 @@ PLACE = {
     "intervention": ("segment", "from_step"),
     "promotion": ("segment", "from_step"),
     "alarm": ("segment", "step"),
+    "alert_failed": (),
+    "parity": ("segment", "step"),
     "incident": (),
     "incident_closed": (),
     "decision": (),
@@ -153,6 +155,8 @@ class Teller:
             "promotion": self._promotion,
             "profile": self._profile,
             "alarm": self._alarm,
+            "alert_failed": self._alert_failed,
+            "parity": self._parity,
             "incident": self._spike,
             "incident_closed": self._spike,
             "decision": self._spike,
@@ -411,6 +415,13 @@ class Teller:
         stretch = self._on_the_way(record["segment"], record["step"])
         stretch.alarm(record["step"], spikes.alarm(record))
         self.totals.alarms += 1
+
+    def _alert_failed(self, record: Record) -> None:
+        self._tell("nobody was alerted", events.alert_failed(record))
+
+    def _parity(self, record: Record) -> None:
+        where = f"step {record['step']} of segment {record['segment']}"
+        self._tell(f"the losses of {where} beside a CPU's", events.parity(record))
 
     def _checkpoint(self, record: Record) -> None:
         stretch = self._on_the_way(record["segment"], record["step"])
