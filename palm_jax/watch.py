@@ -83,8 +83,7 @@ class Watch:
                 if verdict is None and isinstance(found, Incident) and found.outcome is not None:
                     verdict = self._judge(found)
             verdict = verdict or self._loss_scale(computed)
-        if self._detector.open is not None:
-            self._pin()  # a checkpoint may have been on its way to the disk
+        self._pin()  # a checkpoint may have been on its way to the disk
         self._reap()
         self._book.flush()
         return verdict
@@ -116,10 +115,13 @@ class Watch:
         self._tell(event, logbook.plain(fields))
 
     def _pin(self) -> None:
-        steps = self._saved.steps()
-        self._saved.pinned.clear()
-        for onset in self._onsets[-NEWEST_PINNED:]:
-            self._saved.pinned.update(pinned(onset, steps, self._settings.spikes))
+        if not self._onsets:
+            return
+        steps, onsets = self._saved.steps(), self._onsets[-NEWEST_PINNED:]
+        wanted = {s for onset in onsets for s in pinned(onset, steps, self._settings.spikes)}
+        # Never without one that is wanted: Orbax may look at any time.
+        self._saved.pinned.update(wanted)
+        self._saved.pinned.intersection_update(wanted)
 
     # --- what is done ---
 
