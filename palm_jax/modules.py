@@ -108,6 +108,7 @@ _CALLS = re.compile(
 )
 _NAME = re.compile(r"%([\w.\-]+)")
 _ESTIMATE = re.compile(r'"estimated_cycles":"?(\d+)')
+_NO_ESTIMATE = 2**63 - 1  # stands where v5p and v6e hand a scatter to their sparse cores
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _REPLICA_GROUPS = re.compile(f", replica_groups=({_GROUPS})")
@@ -211,9 +212,9 @@ class Instruction:
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The TPU compiler's estimate for one execution."""
+        """The TPU compiler's estimate for one execution; None if it has none."""
         found = _ESTIMATE.search(self.attributes)
-        return int(found[1]) if found else None
+        return int(found[1]) if found and int(found[1]) != _NO_ESTIMATE else None
 
     @property
     def op_name(self) -> str:

@@ -579,6 +579,10 @@ def test_kernels_and_estimates_of_the_tpu_compiler_are_read():
     module = modules.read(TPU)
     # Not the convolution's, which the fusion around it includes.
     assert module.estimated_cycles() == 6 * (1000 + 1000 + 7)
+    unknown = modules.read(
+        TPU.replace('"estimated_cycles":"7"', f'"estimated_cycles":"{2**63 - 1}"')
+    )
+    assert unknown.estimated_cycles() == 6 * (1000 + 1000)
     assert module.contractions() == {
         Contraction("convolution", "bf16[64,128]"): 12,
         Contraction("tpu_custom_call", "bf16[64,128]"): 6,
