@@ -15,6 +15,7 @@ from palm_jax.corpus import planted
 from palm_jax.corpus.reader import Corpus
 from palm_jax.errors import WrongInput
 from palm_jax.record import logbook, segments
+from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.folder import RunFolder
 from palm_jax.replay.replay import replay
 
@@ -220,6 +221,24 @@ def test_checkpoints_that_an_incident_needs_outlive_the_keeping_policy(watched, 
     # 40 is the newest before the onset; the others were there when it was seen.
     assert {25, 30, 35, 40} <= kept
     assert kept - {20, 25, 30, 35, 40} == {50, 55, 60, 64}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_lands_after_its_incident_is_kept_too(watched, tmp_path, monkeypatch):
+    closed, steps = [], Checkpoints.steps
+
+    def told(event, fields):
+        if event == "incident_closed":
+            closed.append(fields["closed"])
+
+    # As if 40 were on its way to the disk until the incident is over.
+    monkeypatch.setattr(
+        Checkpoints, "steps", lambda self: [s for s in steps(self) if s != 40 or closed]
+    )
+    settings = watched("observe", **{"checkpoint.keep_last": 4, "checkpoint.keep_best": 0})
+    training.train(settings, tmp_path / "run", tell=told)
+    assert closed[0] < 60  # when the four newest would be without it
+    assert (RunFolder(tmp_path / "run").checkpoints(0) / "40").is_dir()
 
 
 # --- skipping updates ---
