@@ -164,7 +164,8 @@ QUICK = [("float32", (4, 2))]
 CASES = [
     pytest.param(variant, mesh, marks=() if (variant, mesh) in QUICK else pytest.mark.slow)
     for variant in VARIANTS
-    for mesh in MESHES
+    # What AdamW does elementwise needs few meshes.
+    for mesh in (MESHES[2:5] if variant == "adamw" else MESHES)
 ]
 
 

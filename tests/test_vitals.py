@@ -382,7 +382,6 @@ def test_underflow_is_judged_before_the_loss_scale_is_taken_out(small):
 QUICK = {"numerics.loss_chunk": 4, "model.remat": "full", "precision.policy": "bfloat16"}
 SLOW = [
     {},
-    {"precision.policy": "bfloat16"},
     {"optimizer.name": "adamw", "schedule.peak": 0.003},
     {"model.remat": "attention", "model.qk_norm": True, "model.isolate_documents": True},
     {"model.remat": "dots", "model.norm": "layernorm", "model.tied_embedding": False},
@@ -413,7 +412,7 @@ def test_no_other_bit_depends_on_whether_vitals_are_measured(small, options):
     "options",
     [QUICK, {"model.tied_embedding": False, "model.isolate_documents": True}, {"mesh.tensor": 2}],
 )
-@pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (1, 4)])
 def test_vitals_have_the_same_bits_on_any_mesh(small, options, mesh):
     # Sequences and heads of more than one block of a vectorised loop.
     shape = {"model.sequence_length": 24, "model.width": 32, "model.head_size": 16}
