@@ -34,6 +34,13 @@ WORTH_SLICING = 2**16  # elements from which a sum over devices is shared out am
 AT_ONCE = 16  # terms that one expression adds, so that no partial sum passes through memory
 
 
+def _pairwise(parts: list[jax.Array]) -> jax.Array:
+    """Sum of a power of two of arrays, neighbours first."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 def tree_sum(terms: jax.Array) -> jax.Array:
     """Sum over the first axis, whose size is a power of two, by a binary tree in index order.
 
@@ -44,10 +51,7 @@ def tree_sum(terms: jax.Array) -> jax.Array:
     while (size := terms.shape[0]) > 1:
         group = min(size, AT_ONCE)
         groups = terms.reshape(size // group, group, *terms.shape[1:])
-        parts = [groups[:, i].astype(wide) for i in range(group)]
-        while len(parts) > 1:
-            parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
-        terms = parts[0]
+        terms = _pairwise([groups[:, i].astype(wide) for i in range(group)])
     return terms[0]
 
 
@@ -71,10 +75,7 @@ def fold(terms: jax.Array, axis: int = 0) -> jax.Array:
             terms = jnp.concatenate([sums, stretch(2 * half, size)], axis=axis)
             continue
         length = size // group
-        parts = [stretch(i * length, (i + 1) * length) for i in range(group)]
-        while len(parts) > 1:
-            parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
-        terms = parts[0]
+        terms = _pairwise([stretch(i * length, (i + 1) * length) for i in range(group)])
     return jnp.squeeze(terms, axis)
 
 

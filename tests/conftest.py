@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from palm_jax import config, step
+from palm_jax.corpus import prepare
 
 AFRESH = step.make_program
 # Settings that say when and where, and nothing of what a step computes.
@@ -41,10 +42,8 @@ def make_program(
     return dataclasses.replace(PROGRAMS[key], settings=settings)
 
 
-# Before other modules take it by its name.
+# Before palm_jax.course and others take it by its name.
 step.make_program = make_program
-
-from palm_jax.corpus import prepare  # noqa: E402
 
 SMALL = {
     "steps": 12,
