@@ -1,14 +1,18 @@
 """Eight emulated CPU devices and a pinned thread pool, set before JAX looks at its devices.
 
 Each program is compiled once in a session. JAX's folder of compiled programs would not do: what
-several CPU devices read from it may wait forever (palm_jax/start.py).
+several CPU devices read from it may wait forever (palm_jax/start.py). A compiled program takes
+about a thousand memory mappings, of which Linux gives a process 65,530; XLA crashes at the end
+of them, so all programs are dropped half-way there.
 """
 
 from __future__ import annotations
 
+import collections.abc
 import copy
 import dataclasses
 import functools
+import gc
 import os
 import pathlib
 
@@ -59,6 +63,19 @@ SMALL = {
     "checkpoint": {"every": 4},
     "log": {"every": 3, "tensorboard": False},
 }
+
+
+MAPPINGS = pathlib.Path("/proc/self/maps")
+MOST_MAPPINGS = 30_000
+
+
+@pytest.fixture(autouse=True)
+def few_mappings() -> collections.abc.Iterator[None]:
+    yield
+    if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > MOST_MAPPINGS:
+        PROGRAMS.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
