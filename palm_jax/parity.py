@@ -168,10 +168,7 @@ def losses_on_cpu(settings: config.Config, rows: np.ndarray, end_of_document: in
     (device, *_) = jax.local_devices(backend="cpu")
     mesh = meshes.physical_mesh([device], {"data": 1, "fsdp": 1, "tensor": 1})
     there = make_program(alone(settings, len(rows)), mesh, end_of_document)
-    places = jax.tree.map(lambda leaf: leaf.sharding, there.state_shapes.params)
-    # Alone: with the optimizer's state it would be three times as large.
-    params = jax.jit(lambda: there.init().params, out_shardings=places)()
-    return losses(there, params, rows)
+    return losses(there, there.init_params(), rows)
 
 
 def alone(settings: config.Config, num_sequences: int) -> config.Config:

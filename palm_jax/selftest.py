@@ -371,7 +371,6 @@ def parity(settings: config.Config) -> tuple[Outcome, str]:
     Raises:
       CannotDo: there is no such mesh, or the CPU cannot compute this model.
     """
-    import jax
     import numpy as np
 
     from palm_jax import parity as comparison
@@ -383,8 +382,7 @@ def parity(settings: config.Config) -> tuple[Outcome, str]:
     tokens = np.random.default_rng(settings.seed).integers(
         model.vocabulary_size, size=(size, model.sequence_length + 1), dtype=np.int32
     )
-    places = jax.tree.map(lambda leaf: leaf.sharding, program.state_shapes.params)
-    params = jax.jit(lambda: program.init().params, out_shardings=places)()
+    params = program.init_params()
     rows = tokens[program.rows_here(size)]
     outcome = comparison.examine(program, params, rows, end_of_document)
     if isinstance(outcome, str):

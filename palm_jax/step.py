@@ -412,6 +412,7 @@ class Program:
     mesh: jax.sharding.Mesh
     state_shapes: TrainState  # ShapeDtypeStruct leaves, with their shardings
     init: collections.abc.Callable[[], TrainState]
+    init_params: collections.abc.Callable[[], model.Params]  # of `init`; a third of the memory
     losses: Any  # (params, tokens, weights) -> LossSums [passes, devices, microbatch]
     traceable_step: Any  # jitted; `step` calls what was compiled from it
     compiled: dict[int, CompiledStep] = dataclasses.field(default_factory=dict)  # by batch size
@@ -547,6 +548,12 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
         # An argument, because the compiler must not know that it is 0.
         init=functools.partial(
             jax.jit(fresh, out_shardings=shards, compiler_options=once), np.int32(0)
+        ),
+        init_params=functools.partial(
+            jax.jit(
+                lambda zero: fresh(zero).params, out_shardings=shards.params, compiler_options=once
+            ),
+            np.int32(0),
         ),
         traceable_step=jax.jit(
             step, donate_argnums=0, out_shardings=(shards, None), compiler_options=options
