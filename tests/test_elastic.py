@@ -74,7 +74,6 @@ def history(small, tmp_path_factory):
 
 
 MESHES = {
-    "8x1": [(8, 1)],
     "changing": [(8, 1), (1, 4), (2, 1), (4, 2), (1, 1)],
     "changing otherwise": [(1, 8), (2, 2), (2, 1), (1, 2)],
 }
