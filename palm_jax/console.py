@@ -281,3 +281,42 @@ class ReplayProgress(_Bar):
 
     def __call__(self, done: int, stop: int) -> None:
         self._bar.update(self._task, completed=done)
+
+
+class DiagnosisProgress(_Bar):
+    """Shows the arms of a diagnosis as they are executed, and what each one gave."""
+
+    def __init__(self, seconds_per_step: float | None) -> None:
+        super().__init__(rich.progress.TextColumn("{task.description}"))
+        self._task = self._bar.add_task("compiling", total=None)
+        self._arm = ""
+        if seconds_per_step is not None:
+            self._console.print(
+                f"a step of the run took {seconds_per_step:.3g} s; compiling first", markup=False
+            )
+
+    def __call__(self, arm: str, done: int, of: int) -> None:
+        if arm != self._arm:
+            self._arm = arm
+            self._bar.reset(self._task, total=of)
+        self._bar.update(self._task, description=f"arm {arm}", completed=done)
+
+    def signal(self, name: str) -> None:
+        self._console.print(
+            f"{name}: stops within a few steps, and goes on with this arm when called again; "
+            "once more ends it at once",
+            markup=False,
+        )
+
+    def decided(self, arm: Any, findings: Any) -> None:
+        """After an arm: its own score, and how the votes stand."""
+        score = findings.scores.get(arm.name)
+        own = "done"
+        if score is not None:
+            own = f"{'spiked' if score.spiked else 'calm'}, rise {score.peak:.4f} nats"
+        votes = ", ".join(f"{k} {v.spiked}/{v.of}" for k, v in findings.votes.items() if v.of)
+        self._console.print(
+            f"arm {arm.name}: {own}; {votes or 'no votes yet'}; {findings.steps} steps so far",
+            markup=False,
+            soft_wrap=True,
+        )

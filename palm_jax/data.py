@@ -280,8 +280,16 @@ def batch(
     return BatchSource(corpus, seed, ramp, _step(step) + 1, exclusions, split)[step]
 
 
+class Source(Protocol):
+    """Random access to batches, as grain takes it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int) -> StepBatch: ...
+
+
 def batches(
-    source: BatchSource, start: int, stop: int, *, threads: int, prefetch: int
+    source: Source, start: int, stop: int, *, threads: int, prefetch: int
 ) -> collections.abc.Generator[StepBatch, None, None]:
     """The batches of steps [start, stop) in order, read ahead by grain's threads.
 

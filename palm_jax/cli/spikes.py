@@ -1,4 +1,4 @@
-"""`palm-jax spikes`: the incidents of a run, from its logbook."""
+"""`palm-jax spikes`: the incidents of a run, from its logbook, and their causes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from palm_jax import config
+from palm_jax.cli import diagnose
 from palm_jax.cli.terms import AsJson, Overrides, Run, check_is_run, print_json
 from palm_jax.errors import WrongInput
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from palm_jax.spikes.incidents import Incident
 
 app = typer.Typer(help="Incidents: losses that left their course.", no_args_is_help=True)
+app.command(epilog="Example: palm-jax spikes diagnose runs/quickstart --at 120")(diagnose.diagnose)
 
 
 @app.command("list", epilog="Example: palm-jax spikes list runs/quickstart spikes.sigmas=5")

@@ -7,6 +7,7 @@ import hashlib
 import os
 import pathlib
 import shutil
+from typing import Literal
 
 import numpy as np
 from array_record.python import array_record_module
@@ -23,11 +24,14 @@ def plant(
     out: str | os.PathLike[str],
     ids: collections.abc.Iterable[int],
     seed: int = 0,
+    kind: Literal["random", "cipher"] = "random",
 ) -> Manifest:
-    """Copy the corpus `source` to `out` with uniformly random tokens in some sequences.
+    """Copy the corpus `source` to `out` with other tokens in some sequences.
 
     Args:
       ids: sequences of the split train, as from data.sequence_ids.
+      kind: "random": tokens drawn uniformly; "cipher": each token of the text replaced by one
+        that stands for it throughout, so that there is something wrong to learn.
     Raises:
       WrongInput: `out` exists, or there is no such sequence.
     """
@@ -41,7 +45,11 @@ def plant(
         tokens = corpus.read("train", range(split.sequences))
         corpus.read("train", chosen)  # all of them exist
     noise = np.random.default_rng(seed)
-    tokens[chosen] = noise.integers(0, described.vocabulary_size, (len(chosen), tokens.shape[1]))
+    size = described.vocabulary_size
+    if kind == "random":
+        tokens[chosen] = noise.integers(0, size, (len(chosen), tokens.shape[1]))
+    else:
+        tokens[chosen] = noise.permutation(size).astype(tokens.dtype)[tokens[chosen]]
 
     shards, first = [], 0
     for shard in split.shards:

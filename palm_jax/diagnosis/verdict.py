@@ -79,19 +79,25 @@ def verdict(replays: Replays, votes: Mapping[str, Votes]) -> Verdict:
     def told(*arms: str) -> str:
         return "; ".join(f"{arm}: {there[arm]} spiked" for arm in ("N", *arms))
 
+    def unclear(*arms: str) -> Verdict:
+        open_arms = tuple(arm for arm in arms if not (spikes(arm) or calm(arm)))
+        return Verdict("inconclusive", told(*arms), open_arms)
+
     if spikes("E"):
+        if not spikes("C"):
+            # All-new data do it to an older state, but other data did not do it to this one.
+            return unclear("C", "E")
         if there["E"].clearly_above(there["half rate"]):
-            return Verdict("recipe", told("E", "half rate"))
-        if not there["half rate"].spikes():
-            return Verdict("inconclusive", told("E", "half rate"), ("half rate",))
-        return Verdict("inconclusive", told("E", "half rate"))
-    if calm("E"):
-        if spikes("C"):
-            return Verdict("state", told("C", "E"))
-        if calm("C"):
-            if spikes("B"):
-                return Verdict("data", told("C", "B", "E"))
-            if calm("B"):
-                return Verdict("combination", told("C", "B", "E"))
-    unclear = tuple(arm for arm in ("C", "B", "E") if not (spikes(arm) or calm(arm)))
-    return Verdict("inconclusive", told("C", "B", "E"), unclear)
+            return Verdict("recipe", told("C", "E", "half rate"))
+        return unclear("C", "E", "half rate")
+    if spikes("C"):
+        return Verdict("state", told("C", "E")) if calm("E") else unclear("C", "E")
+    if calm("C"):
+        # With the spike's state other data are calm: an older state with other data says nothing
+        # more, unless these data need this state.
+        if spikes("B"):
+            return Verdict("data", told("C", "B"))
+        if calm("B") and calm("E"):
+            return Verdict("combination", told("C", "B", "E"))
+        return unclear("B", "E") if calm("B") else unclear("B")
+    return unclear("C")

@@ -117,7 +117,7 @@ def open_run(
             f"{settings.data.corpus} is {corpus.digest[:16]}; name the run's own corpus"
         )
     if changes:
-        _write(run.path / CONFIG, config.to_yaml(settings))
+        write_whole(run.path / CONFIG, config.to_yaml(settings))
     return run, changes
 
 
@@ -142,9 +142,9 @@ def create(
         new = RunFolder(whole)
         new.segment(0).mkdir(parents=True)
         (whole / "logbook").mkdir()
-        _write(whole / CONFIG, config.to_yaml(settings))
-        _write(whole / MANIFEST, corpus.model_dump_json(indent=2) + "\n")
-        _write(new.segment(0) / segments.FILE_NAME, first.model_dump_json(indent=2) + "\n")
+        write_whole(whole / CONFIG, config.to_yaml(settings))
+        write_whole(whole / MANIFEST, corpus.model_dump_json(indent=2) + "\n")
+        write_whole(new.segment(0) / segments.FILE_NAME, first.model_dump_json(indent=2) + "\n")
         whole.rename(path)
     except OSError as error:
         reason = error.strerror
@@ -169,7 +169,7 @@ def open_segment(
         (whole / "checkpoints").mkdir(parents=True)
         for saved in checkpoints:
             shutil.copytree(saved, whole / "checkpoints" / saved.name)
-        _write(whole / segments.FILE_NAME, segment.model_dump_json(indent=2) + "\n")
+        write_whole(whole / segments.FILE_NAME, segment.model_dump_json(indent=2) + "\n")
         whole.rename(path)
     except OSError as error:
         raise CannotDo(f"cannot open a segment in {run.path}: {error}") from error
@@ -177,7 +177,7 @@ def open_segment(
         shutil.rmtree(whole, ignore_errors=True)
 
 
-def _write(path: pathlib.Path, text: str) -> None:
+def write_whole(path: pathlib.Path, text: str) -> None:
     """Replace a file as a whole, and wait until it is on the disk."""
     beside = path.with_name(f".{path.name}.new")
     try:

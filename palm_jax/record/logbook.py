@@ -353,18 +353,24 @@ class History:
         return None if found is None else found[1]
 
 
+def last_attempts(run_dir: str | os.PathLike[str], segment: int) -> dict[int, dict[str, Any]]:
+    """{step: the record of its last attempt} of a segment. Errors as in `scan`."""
+    return {
+        found["step"]: found
+        for found in scan(run_dir)
+        if isinstance(found, dict) and found["event"] == "step" and found["segment"] == segment
+    }
+
+
 def skip_limits(run_dir: str | os.PathLike[str], segment: int) -> dict[int, float]:
     """{step: its recorded `skip_above`}, each step's last attempt. Errors as in `scan`.
 
     The limit is a control: whoever executes a step again gives it the one that it had.
     """
     return {
-        found["step"]: float(found["computed"]["skip_above"])
-        for found in scan(run_dir)
-        if isinstance(found, dict)
-        and found["event"] == "step"
-        and found["segment"] == segment
-        and "skip_above" in found["computed"]
+        step: float(found["computed"]["skip_above"])
+        for step, found in last_attempts(run_dir, segment).items()
+        if "skip_above" in found["computed"]
     }
 
 

@@ -60,23 +60,42 @@ def newest_state(run: RunFolder, course: Course, step: int) -> Found:
 
 def departure_state(run: RunFolder, course: Course) -> Found:
     """The first state of a segment that departed from another: its parent's, clocks set."""
+    assert course.segment.parent is not None
+    found = state_before(*_parent(run, course), course.segment.parent.step)
+    # A branch may store it in another number format.
+    state = course.program_at(course.segment.start_step).adopted(found.state)
+    return dataclasses.replace(found, state=with_clocks(state, course.segment))
+
+
+def state_in_history(run: RunFolder, course: Course, step: int) -> Found:
+    """As `state_before`, also of steps before the segment of `course`, which its parents made.
+
+    In the number format of `course`; the clocks are as they were.
+    """
+    here = course
+    while step < here.segment.start_step and here.segment.parent is not None:
+        run, here = _parent(run, here)
+    found = state_before(run, here, step)
+    if here is course:
+        return found
+    state = course.program_at(course.segment.start_step).adopted(found.state)
+    return dataclasses.replace(found, state=state)
+
+
+def _parent(run: RunFolder, course: Course) -> tuple[RunFolder, Course]:
+    """Where a segment departed from, and the course of the segment that it departed from."""
     parent = course.segment.parent
     assert parent is not None
     parent_run = run if parent.run is None else RunFolder((run.path / parent.run).resolve())
-    parent_segment = segments.read(parent_run.segment(parent.segment))
     base = course.base if parent.run is None else _on_mesh_of(parent_run.config(), course.base)
-    parent_course = Course(
+    return parent_run, Course(
         base,
-        parent_segment,
+        segments.read(parent_run.segment(parent.segment)),
         course.corpus,
         course.mesh,
         course.programs,
         logbook.skip_limits(parent_run.path, parent.segment),
     )
-    found = state_before(parent_run, parent_course, parent.step)
-    # A branch may store it in another number format.
-    state = course.program_at(course.segment.start_step).adopted(found.state)
-    return dataclasses.replace(found, state=with_clocks(state, course.segment))
 
 
 def state_before(run: RunFolder, course: Course, step: int) -> Found:
@@ -106,6 +125,12 @@ def with_clocks(state: TrainState, segment: segments.Segment) -> TrainState:
             )
         )
     return state
+
+
+def update_count(state: TrainState) -> int:
+    """What beta2 counts from."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.optimizer)
+    return next(int(leaf) for path, leaf in leaves if _is_count(path))
 
 
 def _is_count(path: tuple[object, ...]) -> bool:

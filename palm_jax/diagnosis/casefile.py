@@ -1,0 +1,137 @@
+"""The folder of a diagnosis, RUN/diagnoses/SEGMENT-ONSET.
+
+  plan.json          all arms that may be executed
+  fork/STEP          the state before the fork, as a checkpoint; H, the first arm, writes it
+  arms/NAME.json     what an arm gave
+  verdict.json       as last collected
+
+Nothing else of the run is written to. A file is whole or not there, so that a diagnosis that was
+interrupted goes on, and arms executed elsewhere are brought here by copying their files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import pydantic
+
+from palm_jax import config
+from palm_jax.diagnosis.arms import Arm, Plan
+from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.record import logbook
+from palm_jax.record.checkpoints import Checkpoints
+from palm_jax.record.folder import RunFolder, write_whole
+from palm_jax.step import TrainState
+
+FOLDER = "diagnoses"
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseFile:
+    path: pathlib.Path
+
+    @classmethod
+    def of(cls, run: RunFolder, segment: int, onset: int) -> CaseFile:
+        return cls(run.path / FOLDER / f"{segment:03d}-{onset:06d}")
+
+    # --- the plan ---
+
+    def plan(self) -> Plan | None:
+        """None if there is none yet. Raises CannotDo if it is damaged."""
+        path = self.path / "plan.json"
+        if not path.is_file():
+            return None
+        try:
+            return Plan.model_validate_json(path.read_text(encoding="utf-8"))
+        except (pydantic.ValidationError, UnicodeDecodeError) as error:
+            raise CannotDo(
+                f"{path} is damaged: {error}; remove {self.path} to begin anew"
+            ) from None
+
+    def begin(self, plan: Plan) -> Plan:
+        """Write the plan, or find the same one there.
+
+        Raises:
+          WrongInput: the folder has another plan.
+          CannotDo: it cannot be written.
+        """
+        there = self.plan()
+        if there is None:
+            try:
+                (self.path / "arms").mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CannotDo(f"cannot write {self.path}: {error}") from error
+            write_whole(self.path / "plan.json", plan.model_dump_json(indent=1) + "\n")
+            return plan
+        # More steps may be spent than were planned, and a new estimate of their time.
+        spent = {"budget": plan.budget, "seconds_per_step": plan.seconds_per_step}
+        if there.model_copy(update=spent) != plan:
+            raise WrongInput(
+                f"{self.path} has a diagnosis with other arms (steps {there.fork} to "
+                f"{there.stop}); give the options that it was planned with, or remove the folder"
+            )
+        return plan
+
+    # --- the fork ---
+
+    def has_fork(self, step: int) -> bool:
+        with self._forks() as saved:
+            return step in saved.steps()
+
+    def save_fork(self, step: int, state: TrainState) -> None:
+        with self._forks() as saved:
+            if step not in saved.steps():
+                saved.save(step, state, {}, None)
+                saved.wait()
+
+    def fork(self, step: int, shapes: Any) -> TrainState:
+        """Raises WrongInput if arm H did not write it."""
+        with self._forks() as saved:
+            if step not in saved.steps():
+                raise WrongInput(
+                    f"{self.path} has no state to fork from yet: execute --arm H first"
+                )
+            state, _ = saved.restore(step, shapes)
+        return state
+
+    def _forks(self) -> Checkpoints:
+        return Checkpoints(self.path / "fork", config.Checkpoint())
+
+    # --- results ---
+
+    def result(self, arm: Arm) -> dict[str, Any] | None:
+        """Raises CannotDo if it is damaged or that of another arm."""
+        path = self._result(arm)
+        if not path.is_file():
+            return None
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            same = Arm.model_validate_json(json.dumps(fields["arm"])) == arm
+            for name in ("probe", "loss", "gradient_norm"):
+                fields[name] = [float(x) for x in fields[name]]
+            fields["begin"] = float(fields["begin"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CannotDo(f"{path} is damaged: {error}; remove it") from None
+        if not same:
+            raise CannotDo(f"{path} is of an arm that differs from the plan's; remove it")
+        return fields
+
+    def results(self, plan: Plan) -> dict[str, dict[str, Any]]:
+        """By arm."""
+        found = {arm.name: self.result(arm) for arm in plan.arms}
+        return {name: fields for name, fields in found.items() if fields is not None}
+
+    def add(self, arm: Arm, fields: dict[str, Any]) -> None:
+        text = json.dumps(logbook.plain(fields), allow_nan=False)
+        write_whole(self._result(arm), text + "\n")
+
+    def write(self, name: str, fields: dict[str, Any]) -> None:
+        write_whole(
+            self.path / name, json.dumps(logbook.plain(fields), allow_nan=False, indent=1) + "\n"
+        )
+
+    def _result(self, arm: Arm) -> pathlib.Path:
+        return self.path / "arms" / f"{arm.name.replace(' ', '_')}.json"
