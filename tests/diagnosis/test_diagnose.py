@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from palm_jax import cli, config, data, train
-from palm_jax.corpus import planted
+from palm_jax import cli, config, train
 from palm_jax.corpus.reader import Corpus
 from palm_jax.diagnosis import diagnose as diagnosing
 from palm_jax.diagnosis.casefile import CaseFile
@@ -274,35 +273,3 @@ def test_wrong_questions_are_refused(copied, arguments, told):
     done = palm_jax("spikes", "diagnose", copied, *arguments)
     assert isinstance(done.exception, WrongInput), done.output
     assert told in str(done.exception)
-
-
-# --- a spike with a cause ---
-
-
-@pytest.mark.slow
-def test_planted_garbage_is_told_from_its_arms(small, tmp_path):
-    """A cipher in place of the text of steps 24 to 39 hurts whatever state it meets."""
-    settings = small(
-        steps=48,
-        **{"checkpoint.every": 6, "checkpoint.keep_last": 9, "data.ramp": {"sizes": [16]}},
-        **{"schedule.peak": 0.03},
-    )
-    ids = {
-        int(i)
-        for step in range(24, 40)
-        for i in data.sequence_ids(
-            0,
-            data.window(step, settings.data.ramp).positions(),
-            Corpus.open(settings.data.corpus).num_sequences("train"),
-        )
-    }
-    planted.plant(settings.data.corpus, tmp_path / "corpus", ids, kind="cipher")
-    settings = config.override(settings, [f"data.corpus={tmp_path / 'corpus'}"])
-    train.train(settings, tmp_path / "run")
-    case = case_of(tmp_path / "run", at=24, before=6, after=20)
-    case.conduct()
-    report = case.report("run")
-    assert report["votes"]["N"]["spiked"] == report["votes"]["N"]["of"] >= 4, report["arms"]
-    assert report["votes"]["C"]["spiked"] == 0, report["arms"]
-    assert report["verdict"] == "data"
-    assert report["recommendation"]["treatment"].startswith("exclude")
