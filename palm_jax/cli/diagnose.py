@@ -55,7 +55,7 @@ def diagnose(
     own_clocks: Annotated[
         bool,
         typer.Option(
-            "--own-clocks", help="Earlier states keep their rate and beta2, not the spike's."
+            "--own-clocks", help="B's earlier states keep their rate and beta2, not the spike's."
         ),
     ] = False,
     other_rate: Annotated[

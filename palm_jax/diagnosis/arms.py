@@ -128,7 +128,8 @@ def planned(
       earlier: steps of checkpoints before the fork, newest first; at least one, 0 if the run has
         none.
       healthy: one of them.
-      pinned: whether rate and beta2 of arms from earlier states are those of the fork.
+      pinned: whether B's clocks of rate and beta2 are the fork's, so that only its state is
+        another, and not its rate.
     """
 
     def from_fork(name: str, kind: Kind, feed: Feed, replicate: int, **changes: Any) -> Arm:
@@ -173,7 +174,6 @@ def planned(
         from_fork("A2", "A", "own", 1),
     ]
     states = earlier[:2]
-    distance = onset - healthy
     for r in range(NUM_REPLICATES):
         arms.append(from_fork(f"N{r}", "N", "permuted", r))
         arms.append(from_fork(f"C{r}", "C", "other", r))
@@ -200,9 +200,9 @@ def planned(
                     pinned=pinned,
                 )
             )
-        first = fork if pinned else healthy
-        # Past the spike's step by half the distance.
-        until = first + max(distance + distance // 2, stop - fork)
+        # By the run's own clocks to the spike's step and past it by half the distance: if it
+        # comes by the recipe, it comes there with any data.
+        until = max(onset + (onset - healthy) // 2, healthy + stop - fork)
         scales: dict[Kind, float] = {"E": 1.0, "half rate": 0.5}
         for kind, scale in scales.items():
             arms.append(
@@ -212,10 +212,9 @@ def planned(
                     replicate=r,
                     feed="all other",
                     state_step=healthy,
-                    first=first,
+                    first=healthy,
                     stop=until,
-                    scored_from=first,
-                    pinned=pinned,
+                    scored_from=healthy,
                     rate_scale=scale,
                 )
             )

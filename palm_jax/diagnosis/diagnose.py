@@ -191,7 +191,7 @@ def _check_rates(run: RunFolder, plan: Plan) -> None:
         for step, record in logbook.last_attempts(run.path, plan.segment).items()
     }
     here = rates.get(plan.fork)
-    for step in {arm.state_step for arm in plan.arms if arm.kind in ("B", "E")}:
+    for step in {arm.state_step for arm in plan.arms if arm.kind == "B"}:
         there = rates.get(step)
         if here and there is not None and abs(there / here - 1) > SAME_RATE:
             raise WrongInput(

@@ -46,7 +46,6 @@ class ArmSource:
         """Where the run's own batch begins, and the sequences that the arm is fed, of all rows."""
         plan, arm = self.plan, self.arm
         again = arm.feed == "other, then own" and step >= plan.stop
-        # Clocks that are not pinned begin elsewhere; data is that from the fork on.
         here = self._step_of_run(step)
         if again:
             here -= plan.horizon
@@ -70,8 +69,9 @@ class ArmSource:
                 return first, own
 
     def _step_of_run(self, step: int) -> int:
-        before_fork = self.arm.kind in ("H", "W")
-        return step if before_fork else step - self.arm.first + self.plan.fork
+        """The step whose data, or batch size, it is."""
+        # B's data are those from the fork on, whatever its clocks count from.
+        return step - self.arm.first + self.plan.fork if self.arm.kind == "B" else step
 
     def _data_step(self, step: int) -> int:
         return self.segment.data_step(self._step_of_run(step))
@@ -107,13 +107,12 @@ class ArmSource:
     def _drawn(self, step: int) -> Ids:
         """The batch of `step` from a stream of the corpus in an order of the arm's own."""
         if "drawn" not in self._cache:
-            steps = [s - self.arm.first + self.plan.fork for s in range(self.arm.first, len(self))]
             stream, drawn = self._others(), []
-            for s in steps:
-                size = len(self._own(s)[1])
+            for s in range(self.arm.first, len(self)):
+                size = len(self._own(self._step_of_run(s))[1])
                 drawn.append(np.fromiter(itertools.islice(stream, size), np.int64, size))
             self._cache["drawn"] = drawn
-        return self._cache["drawn"][step - self.plan.fork]
+        return self._cache["drawn"][step - self._step_of_run(self.arm.first)]
 
     def _others(self) -> Iterator[int]:
         """All sequences but the suspects, each once before any comes again."""

@@ -131,6 +131,21 @@ def recommended(
                     again,
                 ],
             }
+    if cause == "state":
+        where, branch = shlex.quote(run), f"cure-{plan.onset}"
+        return {
+            "treatment": "an earlier state",
+            "why": f"with the state before step {plan.healthy} and other data it does not spike, "
+            "and no treatment of this state cured it",
+            "commands": [
+                f"palm-jax branch run {where} --from {plan.healthy} --until {plan.stop} "
+                f"--data-from {plan.stop} --name {branch} --checkpoints "
+                f"--reason 'spike at step {plan.onset}: state'",
+                f"palm-jax branch promote {where} {branch} "
+                f"--reason 'spike at step {plan.onset}: state'",
+                again,
+            ],
+        }
     why = "no treatment that was tried cured it" if scored else "none was tried"
     return {"treatment": "none", "why": why, "commands": []}
 
