@@ -100,13 +100,12 @@ def make_plan(
     described = segments.read(run.segment(located.segment))
     onset = located.onset
     fork = max(described.start_step, onset - before)
-    # The last step that was off its course, or the highest of those that are.
+    # The last step that was off its course. Where it stayed off, any of its data may be why; a
+    # half of the arm is left to see what becomes of it.
     incident = located.incident
-    over = onset
+    over = onset if incident is None else onset + after // 2
     if incident is not None and incident.recovery is not None:
-        over = incident.recovery - 1
-    elif incident is not None and incident.peak_step is not None:
-        over = incident.peak_step
+        over = min(over, incident.recovery - 1)
     # As long as it took and as long again, so that a recovery is seen.
     until = onset + min(after, 2 * (over - onset) + _CALM_FOR)
     stop = min(until, located.recorded_stop)

@@ -51,13 +51,9 @@ def departures(
             clean = [v for s, v in values if s < onset - 10][-HISTORY:]
         if len(clean) < _FEWEST or not all(map(math.isfinite, clean)):
             continue
-        level = robust.median(clean)
+        level, sigma = robust.usual(clean)
         # With the trend in it, which goes on; and a thousandth of the level is a constant's.
-        ordered = sorted(clean)
-        spread = robust.quantile(ordered, robust.ONE_SIGMA) - robust.quantile(
-            ordered, 1 - robust.ONE_SIGMA
-        )
-        limit = SIGMAS * max(spread / 2, 1e-3 * abs(level))
+        limit = SIGMAS * max(sigma, 1e-3 * abs(level))
         if limit == 0:
             continue
         watched = [(s, v) for s, v in values if onset - LOOK_BACK <= s <= last]

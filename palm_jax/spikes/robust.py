@@ -74,6 +74,20 @@ def level(points: Sequence[Point], batch_size: int | None = None) -> Level:
     return Level(max(centre, now) if slope else centre, spread / 2)
 
 
+class Usual(NamedTuple):
+    """Of values without an order."""
+
+    level: float
+    sigma: float
+
+
+def usual(values: Sequence[float]) -> Usual:
+    """Median, and half the distance between the quantiles one sigma away."""
+    ordered = sorted(values)
+    spread = quantile(ordered, ONE_SIGMA) - quantile(ordered, 1 - ONE_SIGMA)
+    return Usual(quantile(ordered, 0.5), spread / 2)
+
+
 def scatter(values: Sequence[float]) -> float:
     """The sigma of at least 2 values about whatever trend they have, from their differences."""
     steps = sorted(b - a for a, b in itertools.pairwise(values))
