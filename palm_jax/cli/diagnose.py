@@ -184,9 +184,8 @@ def _tell(report: dict[str, Any], case: Diagnosis) -> None:
         print(f"passed over: {problem}")
     if report["threshold"] is not None:
         print(
-            f"clean steps rise by less than {report['noise']:.4f} nats of held-out loss; a placebo "
-            f"has this spike from {report['threshold_of_placebo']:.4f} on, other arms from "
-            f"{report['threshold']:.4f}"
+            f"clean steps rise by less than {report['noise']:.4f} nats of held-out loss; what rises "
+            f"by {report['threshold']:.4f} has this spike"
         )
     print("  arm                        spiked    peak rise (median)")
     for kind, title in arms.TITLES.items():
@@ -209,6 +208,8 @@ def _tell(report: dict[str, Any], case: Diagnosis) -> None:
         )
     for step, share in report["shared_second_moments"].items():
         print(f"of the second moments at the fork, {share:.0%} are those of step {step}'s state")
+    if (found := report["forensics"]) is not None:
+        _tell_suspects(found)
     print(f"\nverdict: {report['verdict']} ({report['because']})")
     if report["next_arms"]:
         print(f"to decide, execute more of: {', '.join(report['next_arms'])}; raise --budget")
@@ -217,3 +218,17 @@ def _tell(report: dict[str, Any], case: Diagnosis) -> None:
     for command in advice["commands"]:
         print(f"  {command}")
     print(f"{report['steps_executed']} steps executed; all numbers are in {report['report']}")
+
+
+def _tell_suspects(found: dict[str, Any]) -> None:
+    norms = found["window_gradient_norm"], found["reference_gradient_norm"]
+    beside = "" if None in norms else f"; gradient norm {norms[0]:.3g}, others {norms[1]:.3g}"
+    print(
+        f"suspect sequences at the fork: loss {found['window_loss']:.3f}, others "
+        f"{found['reference_loss']:.3f} nats{beside}; {found['num_unusual']} are unusual"
+    )
+    for suspect in found["suspects"][:3]:
+        why = ", ".join(f"{name} {float(s):+.0f} sigma" for name, s in suspect["unusual"].items())
+        print(f"  step {suspect['step']}, row {suspect['row']}: {why}")
+        print(f"    {'; '.join(suspect['sources']) or 'source unknown'}")
+        print(f"    {suspect['excerpt']!r}")

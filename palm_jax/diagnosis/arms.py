@@ -29,8 +29,7 @@ TITLES: dict[Kind, str] = {
 }
 Feed = Literal[
     "own",  # the run's own sequences
-    # The same permuted within their batches, and the batches before the onset, and those of the
-    # spike, among themselves.
+    # The same permuted within their batches, and in the window neighbouring batches, too.
     "permuted",
     "other",  # others in the window, drawn from the corpus; what follows is unmoved
     "all other",  # others at every step

@@ -3,6 +3,7 @@
   plan.json          all arms that may be executed
   fork/STEP          the state before the fork, as a checkpoint; H, the first arm, writes it
   arms/NAME.json     what an arm gave
+  forensics.json     the suspect sequences beside others
   verdict.json       as last collected
 
 Nothing else of the run is written to. A file is whole or not there, so that a diagnosis that was
@@ -26,7 +27,7 @@ from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.folder import RunFolder, write_whole
 from palm_jax.step import TrainState
 
-FOLDER = "diagnoses"
+FOLDER, VERDICT, FORENSICS = "diagnoses", "verdict.json", "forensics.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +133,17 @@ class CaseFile:
         write_whole(
             self.path / name, json.dumps(logbook.plain(fields), allow_nan=False, indent=1) + "\n"
         )
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What `write` wrote; None if there is none. Raises CannotDo if it is damaged."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        try:
+            fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CannotDo(f"{path} is damaged: {error}; remove it") from None
+        return fields
 
     def _result(self, arm: Arm) -> pathlib.Path:
         return self.path / "arms" / f"{arm.name.replace(' ', '_')}.json"

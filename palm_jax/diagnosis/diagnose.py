@@ -10,9 +10,9 @@ from typing import Any
 
 from palm_jax import config, data, processes, sharding
 from palm_jax.course import Course
-from palm_jax.diagnosis import arms, leading, procedure, treatments
+from palm_jax.diagnosis import arms, forensics, leading, procedure, treatments
 from palm_jax.diagnosis.arms import Arm, Plan
-from palm_jax.diagnosis.casefile import CaseFile
+from palm_jax.diagnosis.casefile import FORENSICS, VERDICT, CaseFile
 from palm_jax.diagnosis.experiment import Laboratory, Probe, Tell, execute
 from palm_jax.diagnosis.procedure import Findings, Record
 from palm_jax.errors import CannotDo, WrongInput
@@ -326,7 +326,18 @@ class Diagnosis:
             if signal is not None or not self.execute(arm, tell, stop_requested):
                 return signal or stop_requested()
             decided(arm, self.findings())
+        replays = self.findings().replays
+        if replays is not None and replays.first_difference is None:
+            self.examine_data()
         return None
+
+    def examine_data(self) -> None:
+        """Look at the suspect sequences, if that was not done yet."""
+        if self.case.read(FORENSICS) is None:
+            found = dataclasses.asdict(forensics.examine(self.lab))
+            if processes.is_first():
+                self.case.write(FORENSICS, found)
+            processes.wait_for_all("palm_jax: the forensics are written")
 
     # --- the verdict ---
 
@@ -351,7 +362,6 @@ class Diagnosis:
             "window": [plan.fork, plan.window_stop],
             "stop": plan.stop,
             "noise": findings.noise,
-            "threshold_of_placebo": findings.of_placebo,
             "threshold": findings.threshold,
             "votes": {
                 kind: {"spiked": v.spiked, "of": v.of, "interval": list(v.interval())}
@@ -369,6 +379,7 @@ class Diagnosis:
                 str(step): shared_memory(in_force, fork_count, plan.fork - step)
                 for step in sorted({arm.state_step for arm in plan.arms} - {plan.fork})
             },
+            "forensics": self.case.read(FORENSICS),
             "damaged_checkpoints": sorted({d for r in results.values() for d in r["damaged"]}),
             "environment_differences": {k: list(v) for k, v in self.changed.items()},
             "recommendation": treatments.recommended(
@@ -382,5 +393,5 @@ class Diagnosis:
             ),
         }
         if processes.is_first():
-            self.case.write("verdict.json", fields)
+            self.case.write(VERDICT, fields)
         return fields

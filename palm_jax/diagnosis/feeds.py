@@ -16,6 +16,7 @@ from palm_jax.record.segments import Segment
 from palm_jax.replay import branches
 
 Ids = npt.NDArray[np.int64]
+NEIGHBOURS = 4  # batches that a placebo permutes among themselves
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,12 +97,15 @@ class ArmSource:
         plan = self.plan
         source = step
         if plan.fork <= step < plan.window_stop:
-            # Apart before and after the onset, so that what is suspect comes as thick as it did;
-            # and only batches of one size, so that the ramp stays what it is.
-            part = range(plan.fork, plan.onset), range(plan.onset, plan.window_stop)
+            # Among a few neighbours, apart before and after the onset, so that what is suspect
+            # comes as thick as it did; of one size, so that the ramp stays what it is.
+            begin = plan.fork if step < plan.onset else plan.onset
+            end = plan.onset if step < plan.onset else plan.window_stop
+            first = begin + (step - begin) // NEIGHBOURS * NEIGHBOURS
             size = len(self._own(step)[1])
-            same = [s for s in part[step >= plan.onset] if len(self._own(s)[1]) == size]
-            source = same[int(self._rng("batches").permutation(len(same))[same.index(step)])]
+            near = range(first, min(first + NEIGHBOURS, end))
+            same = [s for s in near if len(self._own(s)[1]) == size]
+            source = same[int(self._rng("batches", first).permutation(len(same))[same.index(step)])]
         return self._rng("rows", step).permutation(self._own(source)[1])
 
     def _drawn(self, step: int) -> Ids:

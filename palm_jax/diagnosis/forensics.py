@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import PartitionSpec
 
-from palm_jax import reductions, sharding
+from palm_jax import config, reductions, sharding
 from palm_jax import step as stepping
 from palm_jax.corpus.reader import Corpus
 from palm_jax.diagnosis.arms import Plan
@@ -158,15 +158,17 @@ def _gradient_norms(
     if settings.mesh.data_parallel != 1 or settings.precision.policy == "float8":
         return None
     layout = jax.tree.map(lambda x: x.sharding.spec, params)
-    quiet = settings.model_copy(
-        update={
-            "log": settings.log.model_copy(update={"vitals": "basic", "microbatch_digests": False})
-        }
+    alone = config.override(
+        settings,
+        [
+            *("numerics.lanes=1", "numerics.microbatch=1", "data.ramp={sizes: [1]}"),
+            *("log.vitals=basic", "log.microbatch_digests=false"),
+        ],
     )
 
     def norm(params: Any, tokens: jax.Array) -> jax.Array:
-        summed = stepping.gradients(params, tokens, quiet, end_of_document)
-        matrices = reductions.MatrixReductions(reductions.order_of(settings.numerics), 0)
+        summed = stepping.gradients(params, tokens, alone, end_of_document)
+        matrices = reductions.MatrixReductions(reductions.order_of(alone.numerics), 0)
         squares = matrices.sums_of_squares(summed.gradient)
         return reductions.norm_of(squares) / summed.sums.targets.astype(jnp.float32)
 

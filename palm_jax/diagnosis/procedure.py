@@ -36,8 +36,7 @@ class Findings:
     """All that can be said so far."""
 
     noise: float | None  # nats: a rise that clean windows do not have; None: not known yet
-    of_placebo: float | None  # nats: a placebo that rises by more has the spike; likewise
-    threshold: float | None  # nats: the same of other arms; likewise
+    threshold: float | None  # nats: a rise that counts as the spike in other arms; likewise
     scores: dict[str, Score]  # by arm
     votes: dict[str, Votes]  # by kind
     replays: Replays | None  # None: H, A1 or A2 is missing
@@ -51,7 +50,7 @@ def found(plan: Plan, results: Results, record: Record) -> Findings:
     missing = [arm.name for arm in plan.arms if arm.kind in "HW" and arm.name not in results]
     if missing:
         waiting = Verdict("inconclusive", "the run was not replayed up to the fork", (*missing,))
-        return Findings(None, None, None, {}, {}, None, waiting, steps)
+        return Findings(None, None, {}, {}, None, waiting, steps)
     before = results["W" if plan.arm("W") is not None else "H"]
     usual = scores.noise(before["begin"], before["probe"], plan.horizon)
 
@@ -62,11 +61,8 @@ def found(plan: Plan, results: Results, record: Record) -> Findings:
             if arm.kind in kinds and (fields := results.get(arm.name)) is not None
         }
 
-    own = scored_by(usual, "A")
-    hurt = any(score.spiked for score in own.values())
-    replayed = max((score.peak for score in own.values()), default=0.0)
-    of_placebo = scores.threshold_of_placebo(usual, replayed) if hurt else usual
-    scored = own | scored_by(of_placebo, "N")
+    scored = scored_by(usual, "A", "N")
+    hurt = any(scored[name].spiked for name in ("A1", "A2") if name in scored)
     limit = scores.threshold(usual, [s.peak for s in scored.values()]) if hurt else usual
     scored |= scored_by(limit, "C", "B", "E", "half rate", "D")
     votes: dict[str, Votes] = {kind: votes_of(plan, kind, scored) for kind in VOTING}
@@ -76,7 +72,7 @@ def found(plan: Plan, results: Results, record: Record) -> Findings:
         said = Verdict("inconclusive", "the spike was not replayed twice", waiting_for)
     else:
         said = verdict(replays, votes)
-    return Findings(usual, of_placebo, limit, scored, votes, replays, said, steps)
+    return Findings(usual, limit, scored, votes, replays, said, steps)
 
 
 def votes_of(plan: Plan, kind: Kind, scored: Mapping[str, Score]) -> Votes:

@@ -67,14 +67,10 @@ def noise(begin: float, losses: Sequence[float], horizon: int) -> float:
     return max(LEAST_RISE, MARGIN * quantile(sorted(peaks), CLEAN_SHARE))
 
 
-def threshold_of_placebo(noise: float, replayed: float) -> float:
-    """The rise of a placebo that still has the spike: half-way, in its logarithm, from noise to
-    the rise when the run's own steps were executed again."""
-    return max(noise, min(math.sqrt(noise * replayed), LARGE_RISE))
-
-
 def threshold(noise: float, with_spike: Sequence[float]) -> float:
-    """The rise of any other arm that has the spike: beyond noise, and of the spike's size.
+    """The rise of an arm that has the spike, too: beyond noise, and of the spike's size.
+
+    For a placebo noise alone counts: how high a spike goes is partly chance.
 
     Args:
       with_spike: rises of replays and placebos.

@@ -54,10 +54,7 @@ def test_noise_is_twice_what_clean_windows_of_an_arms_length_rise_by():
     assert scores.noise(2.0, [], 8) == scores.LEAST_RISE
 
 
-def test_thresholds_lie_between_noise_and_the_spike():
-    assert scores.threshold_of_placebo(0.04, 1.0) == pytest.approx(0.2)
-    assert scores.threshold_of_placebo(0.04, 0.01) == 0.04
-    assert scores.threshold_of_placebo(0.04, math.inf) == scores.LARGE_RISE
+def test_the_threshold_lies_between_noise_and_the_spike():
     assert scores.threshold(0.04, [0.6, 0.8, 5.0]) == pytest.approx(0.4)
     assert scores.threshold(0.04, [math.inf, math.inf]) == scores.LARGE_RISE
     assert scores.threshold(0.5, [0.6, 0.8]) == 0.5
