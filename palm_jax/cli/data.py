@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from palm_jax import config
-from palm_jax.cli.terms import AsJson, Overrides, in_bytes, print_json
+from palm_jax.cli.terms import (
+    AsJson,
+    Overrides,
+    Run,
+    check_is_run,
+    in_bytes,
+    interval,
+    print_json,
+)
 from palm_jax.errors import WrongInput
 
 app = typer.Typer(help="Prepare a corpus, and look at what a step trains on.", no_args_is_help=True)
@@ -132,3 +140,72 @@ def show(
             print(corpus.decode(batch.tokens[row]))
         if rows < len(batch.sequence_ids):
             print(f"\n({len(batch.sequence_ids) - rows} more; --rows N shows them)")
+
+
+@app.command(epilog="Example: palm-jax data scan runs/quickstart --steps 120:200")
+def scan(
+    run: Run,
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A up to, not with, B.")],
+    like: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="ONSET", help="Only what stood out in the diagnosis of this spike."
+        ),
+    ] = None,
+    segment: Annotated[
+        int | None, typer.Option(help="Which history; the default is the last.", min=0)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find unusual text in what steps A:B of RUN are fed, and propose what to leave out.
+
+    Unusual is text that repeats itself, that compresses far better or worse than the corpus's,
+    or that holds many rare tokens.
+    """
+    import dataclasses
+
+    from palm_jax import console
+    from palm_jax.corpus.reader import Corpus
+    from palm_jax.diagnosis import scan as scanning
+    from palm_jax.diagnosis.casefile import FORENSICS, CaseFile
+    from palm_jax.diagnosis.texts import TextScores
+    from palm_jax.record import folder, segments
+
+    check_is_run(run)
+    first, stop = interval("--steps", steps)
+    there = folder.RunFolder(run.absolute())
+    settings = there.config()
+    number = there.last_segment() if segment is None else segment
+    kinds: tuple[str, ...] = TextScores._fields
+    if like is not None:
+        found = CaseFile.of(there, number, like).read(FORENSICS)
+        if found is None:
+            raise WrongInput(
+                f"--like {like}: segment {number} of {run} has no diagnosis of a spike at that "
+                "step with its data looked at; `palm-jax spikes diagnose` it first"
+            )
+        seen = {name for suspect in found["suspects"] for name in suspect["unusual"]}
+        kinds = tuple(name for name in kinds if name in seen)
+    with Corpus.open(settings.data.corpus) as corpus, console.PreparationProgress() as progress:
+        result = scanning.scan(
+            corpus,
+            settings,
+            segments.read(there.segment(number)),
+            range(first, stop),
+            kinds,
+            progress,
+        )
+    if as_json:
+        print_json({"run": str(run), "steps": [first, stop], **dataclasses.asdict(result)})
+        return
+    for x in result.unusual[:20]:
+        why = ", ".join(f"{name} {sigmas:+.0f} sigma" for name, sigmas in x.sigmas.items())
+        print(f"step {x.step}, row {x.row}: sequence {x.sequence}, {x.source}: {why}")
+    if len(result.unusual) > 20:
+        print(f"and {len(result.unusual) - 20} more; --json has them all")
+    print(f"{len(result.unusual)} of {result.sequences} sequences are unusual")
+    for start, end in result.exclude:
+        print(
+            f"to leave out: palm-jax intervene {run} --at {start} --exclude {start}:{end} "
+            "--reason 'unusual text'"
+        )

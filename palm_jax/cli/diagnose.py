@@ -82,6 +82,7 @@ def diagnose(
     prepare_jax(settings)
 
     from palm_jax import console, signals
+    from palm_jax import report as reports
     from palm_jax.diagnosis import diagnose as diagnosing
     from palm_jax.record import folder
     from palm_jax.replay import bundles
@@ -126,7 +127,12 @@ def diagnose(
                         raise WrongInput(f"--arm {arm}: there is none; there are {names}")
                     if not case.execute(chosen, progress, stop_requested):
                         stopped = stop_requested()
-        report = {"run": str(run), **case.report(str(run)), "report": str(case.case.path)}
+        report = {
+            "run": str(run),
+            **case.report(str(run)),
+            "folder": str(case.case.path),
+            "report": str(reports.write(run, segment=made.segment)[0]),
+        }
     if as_json:
         print_json(report)
     else:
@@ -184,8 +190,8 @@ def _tell(report: dict[str, Any], case: Diagnosis) -> None:
         print(f"passed over: {problem}")
     if report["threshold"] is not None:
         print(
-            f"clean steps rise by less than {report['noise']:.4f} nats of held-out loss; what rises "
-            f"by {report['threshold']:.4f} has this spike"
+            f"clean steps rise by less than {report['noise']:.4f} nats of held-out loss; what "
+            f"rises by {report['threshold']:.4f} has this spike"
         )
     print("  arm                        spiked    peak rise (median)")
     for kind, title in arms.TITLES.items():
@@ -217,7 +223,10 @@ def _tell(report: dict[str, Any], case: Diagnosis) -> None:
     print(f"recommended: {advice['treatment']} ({advice['why']})")
     for command in advice["commands"]:
         print(f"  {command}")
-    print(f"{report['steps_executed']} steps executed; all numbers are in {report['report']}")
+    print(
+        f"{report['steps_executed']} steps executed; all numbers are in {report['folder']}; "
+        f"curves and text in {report['report']}"
+    )
 
 
 def _tell_suspects(found: dict[str, Any]) -> None:

@@ -202,4 +202,5 @@ def _sources(corpus: Any, sequence: int) -> tuple[str, ...]:
 def _excerpt(corpus: Any, tokens: npt.NDArray[np.int32]) -> str:
     if not isinstance(corpus, Corpus):
         return " ".join(map(str, tokens[: EXCERPT // 4].tolist()))
-    return corpus.decode(tokens)[:EXCERPT]
+    text = corpus.decode(tokens)[:EXCERPT]
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{MIDDLE DOT}" for c in text)

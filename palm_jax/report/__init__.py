@@ -80,6 +80,7 @@ def content(reading: Reading, numbers: dict[str, Any]) -> page.Content:
         totals=reading.teller.summary(),
         segments=reading.segments,
         branches=reading.branches,
+        diagnosed=reading.diagnosed,
         environment=reading.environment,
         settings=reading.settings,
     )

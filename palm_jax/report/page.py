@@ -24,6 +24,8 @@ from palm_jax import config
 from palm_jax.record.chronicle import values, words
 from palm_jax.record.chronicle.stretches import Entry
 from palm_jax.record.segments import Segment
+from palm_jax.report import diagnoses
+from palm_jax.report.diagnoses import Diagnosed
 from palm_jax.report.figures import Panel
 from palm_jax.report.headline import short
 from palm_jax.report.read import Branch
@@ -44,6 +46,7 @@ class Content:
     totals: dict[str, Any]  # the numbers under it
     segments: dict[int, Segment]
     branches: list[Branch]
+    diagnosed: list[Diagnosed]
     environment: dict[str, Any]
     settings: config.Config
 
@@ -78,6 +81,7 @@ def render(content: Content) -> str:
             "<body>",
             _header(head),
             "<main>",
+            _diagnoses(content.diagnosed),
             _tools(content, first, max(first, stop - 1)),
             *_groups(content.panels),
             _constant(content.constant),
@@ -227,6 +231,50 @@ def _chronicle(entries: list[Entry], totals: dict[str, Any]) -> str:
         if value not in (0, 0.0, [])
     }
     return _section("Chronicle", f'<div class="chronicle">{"".join(told)}</div>{_pairs(numbers)}')
+
+
+def _diagnoses(diagnosed: list[Diagnosed]) -> str:
+    return "".join(_diagnosis(one) for one in diagnosed)
+
+
+def _diagnosis(one: Diagnosed) -> str:
+    verdict, advice = one.verdict, one.verdict["recommendation"]
+    votes = [
+        [kind, diagnoses.KINDS[kind][1], f"{v['spiked']} of {v['of']}", _percent(v["interval"])]
+        for kind, v in verdict["votes"].items()
+    ]
+    parts = [
+        f"<p><strong>{_text(verdict['verdict'])}</strong>: {_text(verdict['because'])}</p>",
+        f'<div class="figure">{diagnoses.picture(one)}</div>',
+        "<p>Loss on fixed held-out sequences after each step, nats; the line is the onset.</p>",
+        _table(["arm", "what", "spiked", "95% interval"], votes) if votes else "",
+    ]
+    if verdict["first_vitals"]:
+        first = [
+            f"{d['vital']} at step {d['step']}, {d['before_loss']} steps before the loss"
+            for d in verdict["first_vitals"]
+        ]
+        parts.append(f"<p>Left their range first: {_text(_lines(first))}</p>")
+    if (found := verdict["forensics"]) is not None and found["suspects"]:
+        rows = [
+            [
+                f"step {s['step']}, row {s['row']}",
+                ", ".join(f"{name} {float(x):+.0f} sigma" for name, x in s["unusual"].items()),
+                _lines(s["sources"]),
+                s["excerpt"],
+            ]
+            for s in found["suspects"]
+        ]
+        parts.append(_table(["sequence", "unusual", "from", "text"], rows))
+    commands = "\n".join(advice["commands"])
+    parts.append(f"<p>Recommended: {_text(advice['treatment'])} ({_text(advice['why'])})</p>")
+    if commands:
+        parts.append(f"<pre>{_text(commands)}</pre>")
+    return _section(f"Diagnosis of the spike at step {verdict['onset']:,}", "".join(parts))
+
+
+def _percent(interval: list[float]) -> str:
+    return f"{interval[0]:.0%} to {interval[1]:.0%}"
 
 
 def _segments(segments: dict[int, Segment], shown: int) -> str:

@@ -13,6 +13,7 @@ from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import folder, logbook, segments
 from palm_jax.record.chronicle import Teller, histories, spikes
 from palm_jax.record.chronicle.values import Record, is_whole
+from palm_jax.report import diagnoses
 from palm_jax.report.marks import Event
 from palm_jax.report.series import Columns, History, as_float
 
@@ -33,6 +34,7 @@ class Reading:
     segment: int  # in which the history shown ends
     segments: dict[int, segments.Segment]
     branches: list[Branch]
+    diagnosed: list[diagnoses.Diagnosed]
     history: History
     teller: Teller
     events: list[Event]  # all but steps and evaluations, in the order of the logbook
@@ -79,6 +81,7 @@ def read(run_dir: str | os.PathLike[str], segment: int | None = None) -> Reading
         segment=numbers[-1] if last is None else last,
         segments=described,
         branches=[_branch(place) for place in _branches(run)],
+        diagnosed=diagnoses.read(path),
         history=history,
         teller=book.teller,
         events=book.events,

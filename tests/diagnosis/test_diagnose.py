@@ -78,6 +78,10 @@ def test_replays_agree_with_each_other_and_the_record_and_leave_the_run_alone(co
     assert found["A1"]["state_digest"] == found["A2"]["state_digest"]
     assert content(copied) == before
     assert json.loads((case.case.path / "verdict.json").read_text())["verdict"] == "hard batch"
+    # The data were looked at, too: those of steps 22 to 24, beside as many others.
+    found = report["forensics"]
+    assert found["window_loss"] == pytest.approx(found["reference_loss"], rel=0.2)
+    assert found["window_gradient_norm"] > 0
 
 
 def test_the_probes_loss_is_that_of_held_out_sequences(copied):
@@ -257,6 +261,10 @@ def test_parts_executed_apart_are_collected(copied):
     assert palm_jax("spikes", "diagnose", *options, "--arm", "A2").exit_code == 0
     done = palm_jax("spikes", "diagnose", *options, "--collect")
     assert "verdict: hard batch" in done.stdout
+    page = (copied / "reports" / "report.html").read_text()
+    assert "Diagnosis of the spike at step 22" in page
+    assert "<strong>hard batch</strong>" in page
+    assert page.count("<polyline") == 2  # A1 and A2
     assert CaseFile.of(RunFolder(copied), 0, 22).path.is_dir()
 
 

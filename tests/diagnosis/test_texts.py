@@ -9,7 +9,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from palm_jax.diagnosis import leading, texts
+from palm_jax import data
+from palm_jax.corpus import planted, prepare
+from palm_jax.corpus.reader import Corpus
+from palm_jax.diagnosis import leading, scan, texts
+from palm_jax.record.segments import Segment
 
 TEXT = np.frombuffer(b"the model and the step of a spike, again and again. " * 40, np.uint8)
 
@@ -99,3 +103,42 @@ def test_too_little_history_gives_no_range():
     noise = np.random.default_rng(1).normal(size=200)
     steps = record(num=25, early=lambda s: noise[s] + (100 if s >= 18 else 0))
     assert leading.departures(steps, onset=20, last=24) == []
+
+
+# --- elsewhere in the corpus ---
+
+
+@pytest.fixture(scope="module")
+def longer(small, tmp_path_factory):
+    """Settings over a corpus whose sequences, of 256 tokens, can repeat and compress."""
+    folder = tmp_path_factory.mktemp("longer")
+    for number, row in enumerate(ordinary(num=200, seed=2)):
+        (folder / f"{number:03d}.txt").write_bytes(bytes(row.tolist()) * 3)
+    prepare.prepare(
+        source=f"text:{folder}/*.txt", out=folder / "corpus", sequence_length=256, held_out=0.1
+    )
+    return small(
+        **{"data.corpus": str(folder / "corpus"), "model.sequence_length": 256},
+        **{"data.ramp": {"sizes": [8]}},
+    )
+
+
+def test_a_scan_finds_planted_garbage_and_proposes_its_steps(longer, tmp_path):
+    with Corpus.open(longer.data.corpus) as corpus:
+        num = corpus.num_sequences("train")
+    ids = data.sequence_ids(0, range(8 * 5, 8 * 8), num)
+    planted.plant(longer.data.corpus, tmp_path / "corpus", ids, kind="random")
+    with Corpus.open(tmp_path / "corpus") as corpus:
+        found = scan.scan(corpus, longer, Segment(), range(12))
+        none = scan.scan(corpus, longer, Segment(), range(12), kinds=["repetition"])
+    assert found.sequences == 12 * 8
+    assert {x.sequence for x in found.unusual} == set(ids.tolist())
+    assert found.exclude == ((5, 8),)
+    # Random tokens do not repeat themselves.
+    assert none.unusual == ()
+
+
+def test_a_clean_corpus_has_nothing_to_leave_out(longer):
+    with Corpus.open(longer.data.corpus) as corpus:
+        found = scan.scan(corpus, longer, Segment(), range(12))
+    assert (found.unusual, found.exclude) == ((), ())
