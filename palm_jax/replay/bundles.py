@@ -9,6 +9,7 @@ it is executed.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import pathlib
 import tarfile
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from palm_jax import config, sharding
+from palm_jax import config, data, sharding
 from palm_jax.corpus.manifest import Manifest
 from palm_jax.corpus.reader import Corpus
 from palm_jax.course import Course
@@ -30,6 +31,7 @@ from palm_jax.replay import states
 from palm_jax.replay.archives import ARCHIVE
 
 ROWS = "rows.npz"
+_NAMES = {"train": ("ids", "tokens"), "held_out": ("held_out_ids", "held_out_tokens")}
 
 
 class BundledRows:
@@ -37,12 +39,18 @@ class BundledRows:
 
     def __init__(self, path: pathlib.Path, manifest: Manifest) -> None:
         self.folder, self.manifest = path.parent, manifest
+        self._tokens: dict[str, npt.NDArray[Any]] = {}
+        self._places: dict[str, dict[int, int]] = {}
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                ids, self._tokens = arrays["ids"], arrays["tokens"]
+                for split, (ids, tokens) in _NAMES.items():
+                    if ids in arrays:
+                        places = {int(sequence): n for n, sequence in enumerate(arrays[ids])}
+                        self._places[split], self._tokens[split] = places, arrays[tokens]
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise CannotDo(f"{path} is damaged: {error}; copy the bundle again") from error
-        self._places = {int(sequence): place for place, sequence in enumerate(ids)}
+        if "train" not in self._places:
+            raise CannotDo(f"{path} is damaged: it has no rows; copy the bundle again")
 
     def __enter__(self) -> BundledRows:
         return self
@@ -61,14 +69,14 @@ class BundledRows:
         Raises:
           WrongInput: it does not carry one of them.
         """
-        wanted = [int(sequence) for sequence in ids]
+        wanted, places = [int(sequence) for sequence in ids], self._places.get(split, {})
         for sequence in wanted:
-            if split != "train" or sequence not in self._places:
+            if sequence not in places:
                 raise WrongInput(
                     f"{self.folder} does not carry sequence {sequence} of split {split}; it can "
-                    "replay its own steps only"
+                    "execute its own steps only"
                 )
-        return self._tokens[[self._places[sequence] for sequence in wanted]].astype(np.int32)
+        return self._tokens[split][[places[sequence] for sequence in wanted]].astype(np.int32)
 
 
 def create(
@@ -80,18 +88,14 @@ def create(
       WrongInput: the steps are not in the logbook, or `out` exists.
       CannotDo: it cannot be written.
     """
-    target = pathlib.Path(out).absolute()
-    if target.exists():
-        raise WrongInput(f"--out {out} exists; name a new folder or archive")
     settings = run.config()
     number = run.last_segment() if segment is None else segment
     described = segments.read(run.segment(number))
     mesh = sharding.make_mesh(settings.mesh)
     course = Course(settings, described, corpus, mesh)
     records = _records(run, number, start, stop)
-    found = states.state_before(run, course, start)
-    with tempfile.TemporaryDirectory(dir=_existing_parent(target)) as scratch:
-        bundle = RunFolder(pathlib.Path(scratch) / target.name.removesuffix(ARCHIVE))
+    with written(out) as bundle:
+        found = states.state_before(run, course, start)
         first = described.model_copy(update={"segment": 0})
         folder.create(bundle, settings, run.manifest(), first)
         with Checkpoints(bundle.checkpoints(0), settings.checkpoint) as saved:
@@ -105,10 +109,37 @@ def create(
         with course.batches(start, stop) as batches:
             for _, batch in batches:
                 ids.update(batch.sequence_ids.tolist())
+        write_rows(bundle, corpus, {"train": ids})
+    return pathlib.Path(out).absolute()
+
+
+def write_rows(
+    bundle: RunFolder, corpus: data.Rows, wanted: collections.abc.Mapping[str, set[int]]
+) -> None:
+    """Give a bundle the rows of `wanted`, by split."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for split, ids in wanted.items():
         ordered = sorted(ids)
-        tokens = corpus.read("train", ordered)
-        dtype = np.dtype(corpus.manifest.dtype)
-        np.savez(bundle.path / ROWS, ids=np.array(ordered, np.int64), tokens=tokens.astype(dtype))
+        names = _NAMES[split]
+        arrays[names[0]] = np.array(ordered, np.int64)
+        arrays[names[1]] = corpus.read(split, ordered).astype(np.dtype(corpus.manifest.dtype))
+    np.savez(bundle.path / ROWS, **arrays)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def written(out: str) -> collections.abc.Iterator[RunFolder]:
+    """A folder to fill, which becomes `out`: as it is, or as an archive if the name ends so.
+
+    Raises:
+      WrongInput: `out` exists.
+      CannotDo: it cannot be written.
+    """
+    target = pathlib.Path(out).absolute()
+    if target.exists():
+        raise WrongInput(f"--out {out} exists; name a new folder or archive")
+    with tempfile.TemporaryDirectory(dir=_existing_parent(target)) as scratch:
+        bundle = RunFolder(pathlib.Path(scratch) / target.name.removesuffix(ARCHIVE))
+        yield bundle
         try:
             if target.name.endswith(ARCHIVE):
                 whole = pathlib.Path(scratch) / target.name
@@ -119,7 +150,6 @@ def create(
                 bundle.path.rename(target)
         except OSError as error:
             raise CannotDo(f"cannot write the bundle {out}: {error}") from error
-    return target
 
 
 def _existing_parent(target: pathlib.Path) -> pathlib.Path:
