@@ -52,6 +52,10 @@ def diagnose(
     collect: Annotated[
         bool, typer.Option("--collect", help="Execute nothing; a verdict from what is there.")
     ] = False,
+    bundle: Annotated[
+        str | None,
+        typer.Option(metavar="OUT", help="Only write a bundle in which any arm can be executed."),
+    ] = None,
     own_clocks: Annotated[
         bool,
         typer.Option(
@@ -69,8 +73,8 @@ def diagnose(
     Writes RUN/diagnoses only; called again it goes on where it was. docs/spikes.md says what the
     arms are and what the verdicts mean. Exit code 0: a verdict, `inconclusive` among them.
     """
-    if sum([plan, arm is not None, collect]) > 1:
-        raise WrongInput("--plan, --arm and --collect exclude each other; give one")
+    if sum([plan, arm is not None, collect, bundle is not None]) > 1:
+        raise WrongInput("--plan, --arm, --collect and --bundle exclude each other; give one")
     check_is_run(run)
     recorded = config.load(run / "config.yaml")
     settings = config.override(recorded, overrides or ())
@@ -112,6 +116,15 @@ def diagnose(
             _tell_plan(str(run), made, as_json)
             return
         case = diagnosing.Diagnosis(there, settings, corpus, located, made, allow_environment)
+        if bundle is not None:
+            from palm_jax.diagnosis import bundles as bundling
+
+            out = bundling.create(case, bundle)
+            if as_json:
+                print_json({"run": str(run), "bundle": str(out)})
+            else:
+                print(f"{out}: `palm-jax spikes diagnose {out} --at {made.onset} --arm NAME`")
+            return
         stopped = None
         if not collect:
             with (
@@ -121,9 +134,9 @@ def diagnose(
                 if arm is None:
                     stopped = case.conduct(progress, stop_requested, progress.decided)
                 else:
-                    chosen = made.arm(arm)
+                    chosen = case.plan.arm(arm)
                     if chosen is None:
-                        names = ", ".join(repr(a.name) for a in made.arms)
+                        names = ", ".join(repr(a.name) for a in case.plan.arms)
                         raise WrongInput(f"--arm {arm}: there is none; there are {names}")
                     if not case.execute(chosen, progress, stop_requested):
                         stopped = stop_requested()

@@ -86,6 +86,11 @@ class Plan(pydantic.BaseModel):
         """Steps of an arm."""
         return self.stop - self.fork
 
+    def asked_for(self) -> tuple[Any, ...]:
+        """What a person chooses of a plan; the rest is what the run offered at the time."""
+        pinned = tuple(arm.pinned for arm in self.of_kind("B"))
+        return self.segment, self.onset, self.fork, self.window_stop, self.stop, pinned
+
     def arm(self, name: str) -> Arm | None:
         return next((arm for arm in self.arms if arm.name == name), None)
 

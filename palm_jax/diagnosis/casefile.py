@@ -52,29 +52,33 @@ class CaseFile:
                 f"{path} is damaged: {error}; remove {self.path} to begin anew"
             ) from None
 
-    def begin(self, plan: Plan) -> Plan:
-        """Write the plan, or find the same one there.
+    def planned_before(self, plan: Plan) -> Plan:
+        """The plan that is there, if it was made for the same question; else `plan`.
+
+        What was planned is kept, whatever has become of the run since; more may be spent on it.
 
         Raises:
           WrongInput: the folder has another plan.
-          CannotDo: it cannot be written.
         """
         there = self.plan()
         if there is None:
-            try:
-                (self.path / "arms").mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise CannotDo(f"cannot write {self.path}: {error}") from error
-            write_whole(self.path / "plan.json", plan.model_dump_json(indent=1) + "\n")
             return plan
-        # More steps may be spent than were planned, and a new estimate of their time.
-        spent = {"budget": plan.budget, "seconds_per_step": plan.seconds_per_step}
-        if there.model_copy(update=spent) != plan:
+        if there.asked_for() != plan.asked_for():
             raise WrongInput(
                 f"{self.path} has a diagnosis with other arms (steps {there.fork} to "
                 f"{there.stop}); give the options that it was planned with, or remove the folder"
             )
-        return plan
+        return there.model_copy(update={"budget": plan.budget})
+
+    def begin(self, plan: Plan) -> None:
+        """Write the plan, where there is none. Raises CannotDo if it cannot be written."""
+        if self.plan() is not None:
+            return
+        try:
+            (self.path / "arms").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotDo(f"cannot write {self.path}: {error}") from error
+        write_whole(self.path / "plan.json", plan.model_dump_json(indent=1) + "\n")
 
     # --- the fork ---
 

@@ -246,6 +246,7 @@ class Diagnosis:
         self.run, self.located, self.settings = run, located, settings
         self.case = CaseFile.of(run, plan.segment, plan.onset)
         mesh = sharding.make_mesh(settings.mesh)
+        self.plan = plan = self.case.planned_before(plan)
         before = min(arm.first for arm in plan.arms if arm.kind == "H")
         self.recorded = replay.recorded(run, plan.segment, before, plan.stop, None)
         here = environment.capture(numerics=settings.numerics, mesh_shape=dict(mesh.shape))
@@ -259,7 +260,8 @@ class Diagnosis:
                 "same, or anyway with --allow-environment; replays are then compared with each "
                 "other, not with the record"
             )
-        self.plan = self.case.begin(plan) if processes.is_first() else plan
+        if processes.is_first():
+            self.case.begin(plan)
         processes.wait_for_all("palm_jax: the diagnosis's plan is there")
         course = Course(
             settings,

@@ -189,7 +189,8 @@ def _flipping(when: collections.abc.Callable[[Any], bool]) -> collections.abc.It
     def step(self: Any, state: Any, batch: Any, controls: Any) -> Any:
         if when(state):
             table = state.params["embedding_VD"]
-            bits = jax.lax.bitcast_convert_type(table, jnp.uint32).at[101, 0].bitwise_xor(1)
+            bits = jax.lax.bitcast_convert_type(table, jnp.uint32)
+            bits = bits.at[101, 0].set(bits[101, 0] ^ 1)
             table = jax.lax.bitcast_convert_type(bits, jnp.float32)
             state = state.replace(params={**state.params, "embedding_VD": table})
         return ordinary(self, state, batch, controls)

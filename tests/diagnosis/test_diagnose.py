@@ -268,6 +268,27 @@ def test_parts_executed_apart_are_collected(copied):
     assert CaseFile.of(RunFolder(copied), 0, 22).path.is_dir()
 
 
+def test_arms_executed_in_a_bundle_are_those_of_the_run(copied, tmp_path, monkeypatch):
+    options = ["--at", 22, "--before", 4, "--after", 5]
+    assert palm_jax("spikes", "diagnose", copied, *options, "--arm", "H").exit_code == 0
+    done = palm_jax("spikes", "diagnose", copied, *options, "--bundle", tmp_path / "b", "--json")
+    assert json.loads(done.stdout)["bundle"] == str(tmp_path / "b")
+    # Neither the corpus nor the run is at hand where the bundle is taken.
+    monkeypatch.setattr(Corpus, "open", lambda path: pytest.fail("a bundle brings its rows"))
+    elsewhere = shutil.move(tmp_path / "b", tmp_path / "elsewhere")
+    for name in ("A1", "C0", "B0", "E0"):
+        where = ["spikes", "diagnose", elsewhere, *options, "--arm", name]
+        done = palm_jax(*where)
+        assert done.exit_code == 0, (done.output, done.exception)
+    monkeypatch.undo()
+    monkeypatch.setattr("palm_jax.cli.diagnose.prepare_jax", lambda settings: None)
+    assert palm_jax("spikes", "diagnose", copied, *options, "--arm", "C0").exit_code == 0
+    mine = next((copied / "diagnoses").glob("*/arms/C0.json")).read_text()
+    theirs = next((elsewhere / "diagnoses").glob("*/arms/C0.json")).read_text()
+    for field in ("probe", "loss", "state_digest"):
+        assert json.loads(mine)[field] == json.loads(theirs)[field]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
