@@ -104,7 +104,7 @@ def test_every_policy_resumes_and_replays(small, tmp_path, policy):
     assert found.identical, found.first_difference
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "float32"])
+@pytest.mark.parametrize("policy", ["bfloat16", "float16", "float8 delayed"])
 @pytest.mark.slow
 def test_every_policy_is_near_float32_and_splits_over_tensor(small, reference, policy):
     _, (wanted, *_) = reference("float32")
