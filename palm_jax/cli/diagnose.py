@@ -249,6 +249,13 @@ def _tell_suspects(found: dict[str, Any]) -> None:
         f"suspect sequences at the fork: loss {found['window_loss']:.3f}, others "
         f"{found['reference_loss']:.3f} nats{beside}; {found['num_unusual']} are unusual"
     )
+    if found["gradients"]:
+        print("  batches at the fork: step, gradient norm, cosine with the one before, kurtosis")
+    for g in found["gradients"]:
+        cosine = "" if g["cosine"] is None else f"{float(g['cosine']):+.3f}"
+        print(
+            f"    {g['step']:7d} {float(g['norm']):10.4g} {cosine:>8} {float(g['kurtosis']):9.3g}"
+        )
     for suspect in found["suspects"][:3]:
         why = ", ".join(f"{name} {float(s):+.0f} sigma" for name, s in suspect["unusual"].items())
         print(f"  step {suspect['step']}, row {suspect['row']}: {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,11 +21,12 @@ from palm_jax.diagnosis.experiment import Laboratory
 from palm_jax.diagnosis.feeds import ArmSource
 from palm_jax.diagnosis.texts import FAR, Reference, TextScores
 from palm_jax.spikes import robust
-from palm_jax.step import Program
+from palm_jax.step import Program, TrainState
 
 MOST_SEQUENCES = 512  # of the window, from the onset on; and as many of the reference
 MOST_SHOWN = 8
 EXCERPT = 160  # characters
+GRADIENT_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,18 @@ class Suspect:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepGradient:
+    """Of a step's whole batch, at the fork's parameters."""
+
+    step: int
+    norm: float
+    cosine: float | None  # with the gradient of the step before; None: the first one
+    # Fourth over squared second moment of g / sqrt(v), all elements: 3 if normally distributed,
+    # far more where few elements of v are stale.
+    kurtosis: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Forensics:
     window_loss: float  # median over sequences, nats per target
     reference_loss: float
@@ -50,6 +64,7 @@ class Forensics:
     reference_gradient_norm: float | None
     suspects: tuple[Suspect, ...]  # the most unusual first
     num_unusual: int
+    gradients: tuple[StepGradient, ...]  # of steps around the onset
 
 
 def examine(lab: Laboratory) -> Forensics:
@@ -105,6 +120,7 @@ def examine(lab: Laboratory) -> Forensics:
         reference_gradient_norm=None if other_norms is None else robust.median(other_norms),
         suspects=tuple(suspect for _, suspect in suspects[:MOST_SHOWN]),
         num_unusual=len(suspects),
+        gradients=_step_gradients(lab, state),
     )
 
 
@@ -190,6 +206,90 @@ def _off(name: str, value: float, usual: robust.Usual) -> dict[str, float]:
     sigma = max(usual.sigma, 1e-3 * abs(usual.level))
     sigmas = (value - usual.level) / sigma if math.isfinite(value) else math.inf
     return {name: sigmas} if abs(sigmas) > FAR else {}
+
+
+def _step_gradients(lab: Laboratory, state: TrainState) -> tuple[StepGradient, ...]:
+    """Of GRADIENT_STEPS steps before the onset, and as many from there on."""
+    plan, course = lab.plan, lab.course
+    program = course.program_at(plan.fork)
+    if program.settings.precision.policy == "float8":
+        return ()  # its products need scales that belong to a step
+    mean = _mean_gradient(program, course.corpus.manifest.end_of_document)
+    arm = plan.arm("A1")
+    assert arm is not None
+    source = _source(lab, arm)
+    v = _second_moments(state.optimizer)
+    first = max(plan.fork, plan.onset - GRADIENT_STEPS)
+    last = min(plan.stop, plan.onset + GRADIENT_STEPS)
+    found: list[StepGradient] = []
+    before = None
+    for step in range(first, last):
+        gradient = mean(state.params, program.put(source[step].tokens))
+        norm, cosine, kurtosis = jax.device_get(
+            _moments(gradient, gradient if before is None else before, v)
+        )
+        found.append(
+            StepGradient(
+                step, float(norm), None if before is None else float(cosine), float(kurtosis)
+            )
+        )
+        before = gradient
+    return tuple(found)
+
+
+def _mean_gradient(program: Program, end_of_document: int) -> Callable[[Any, jax.Array], Any]:
+    """(params, tokens) -> the gradient of the mean loss, in the layout of the parameters."""
+    settings = program.settings
+    layout = jax.tree.map(lambda x: x.sharding.spec, program.state_shapes.params)
+
+    def mean(params: Any, tokens: jax.Array) -> Any:
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        summed = stepping.gradients(params, tokens, settings, end_of_document)
+        per_target = 1.0 / summed.sums.targets.astype(jnp.float32)
+        return jax.tree.map(lambda g: g * per_target, summed.gradient)
+
+    return jax.jit(
+        jax.shard_map(
+            mean,
+            mesh=program.mesh,
+            in_specs=(layout, PartitionSpec(None, sharding.DATA_PARALLEL)),
+            out_specs=layout,
+            check_vma=False,
+        )
+    )
+
+
+def _second_moments(optimizer: Any) -> list[jax.Array]:
+    """v of Adafactor, or nu of AdamW, leaf by leaf as the parameters."""
+    return [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer)
+        if any(getattr(part, "name", None) in ("v", "nu") for part in path)
+    ]
+
+
+@jax.jit
+def _moments(
+    gradient: Any, before: Any, v: list[jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Norm, cosine with the gradient before, kurtosis of g / sqrt(v). For a person to read: in
+    whatever order XLA adds."""
+
+    def dot(one: Any, other: Any) -> jax.Array:
+        pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        return sum((jnp.sum(a * b) for a, b in pairs), jnp.float32(0))
+
+    scaled = [
+        # What never had a gradient has no scale.
+        jnp.where(w > 0, g * jax.lax.rsqrt(jnp.maximum(w.astype(jnp.float32), 1e-30)), 0.0)
+        for g, w in zip(jax.tree.leaves(gradient), v, strict=True)
+    ]
+    size = sum(x.size for x in scaled)
+    squares = [x * x for x in scaled]
+    second, fourth = sum(jnp.sum(s) for s in squares) / size, dot(squares, squares) / size
+    norm = jnp.sqrt(dot(gradient, gradient))
+    cosine = dot(gradient, before) / (norm * jnp.sqrt(dot(before, before)))
+    return norm, cosine, fourth / second**2
 
 
 def _sources(corpus: Any, sequence: int) -> tuple[str, ...]:

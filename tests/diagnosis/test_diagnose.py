@@ -82,6 +82,15 @@ def test_replays_agree_with_each_other_and_the_record_and_leave_the_run_alone(co
     found = report["forensics"]
     assert found["window_loss"] == pytest.approx(found["reference_loss"], rel=0.2)
     assert found["window_gradient_norm"] > 0
+    # The first steps' gradients are those that the run had, where parameters are still the fork's.
+    first = found["gradients"][0]
+    assert first["step"] == 18
+    recorded = case.recorded.bits[18]["gradient_norm"]
+    wanted = np.array([int(recorded, 16)], np.uint32).view(np.float32)[0]
+    assert first["norm"] == pytest.approx(float(wanted), rel=1e-5)
+    assert first["cosine"] is None
+    assert all(-1 <= g["cosine"] <= 1 for g in found["gradients"][1:])
+    assert all(g["kurtosis"] > 1 for g in found["gradients"])
 
 
 def test_the_probes_loss_is_that_of_held_out_sequences(copied):
