@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 
@@ -23,9 +23,11 @@ from palm_jax import config
 from palm_jax.diagnosis.arms import Arm, Plan
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import logbook
-from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.folder import RunFolder, write_whole
-from palm_jax.step import TrainState
+
+if TYPE_CHECKING:
+    from palm_jax.record.checkpoints import Checkpoints
+    from palm_jax.step import TrainState
 
 FOLDER, VERDICT, FORENSICS = "diagnoses", "verdict.json", "forensics.json"
 
@@ -103,6 +105,9 @@ class CaseFile:
         return state
 
     def _forks(self) -> Checkpoints:
+        # Imports JAX's devices, which who only reads results may do without.
+        from palm_jax.record.checkpoints import Checkpoints
+
         return Checkpoints(self.path / "fork", config.Checkpoint())
 
     # --- results ---
