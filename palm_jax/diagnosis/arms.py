@@ -70,6 +70,7 @@ class Plan(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    asked: tuple[Natural, Natural, bool]  # steps before and after the onset; clocks pinned
     segment: Natural
     onset: Natural  # the first step whose loss was off its course
     fork: Natural  # where arms begin
@@ -85,11 +86,6 @@ class Plan(pydantic.BaseModel):
     def horizon(self) -> int:
         """Steps of an arm."""
         return self.stop - self.fork
-
-    def asked_for(self) -> tuple[Any, ...]:
-        """What a person chooses of a plan; the rest is what the run offered at the time."""
-        pinned = tuple(arm.pinned for arm in self.of_kind("B"))
-        return self.segment, self.onset, self.fork, self.window_stop, self.stop, pinned
 
     def arm(self, name: str) -> Arm | None:
         return next((arm for arm in self.arms if arm.name == name), None)
@@ -112,6 +108,7 @@ class Treatment:
 
 def planned(
     *,
+    asked: tuple[int, int, bool],
     segment: int,
     onset: int,
     fork: int,
@@ -123,17 +120,16 @@ def planned(
     budget: int,
     seconds_per_step: float | None,
     treatments: Sequence[Treatment],
-    pinned: bool = True,
 ) -> Plan:
     """All arms that a verdict may need.
 
     Args:
+      asked: what a person chose: steps before and after the onset, and whether B's clocks of rate
+        and beta2 are the fork's, so that only its state is another, and not its rate.
       start: of the segment, which alone is compared with its record.
       earlier: steps of checkpoints before the fork, newest first; at least one, 0 if the run has
         none.
       healthy: one of them.
-      pinned: whether B's clocks of rate and beta2 are the fork's, so that only its state is
-        another, and not its rate.
     """
 
     def from_fork(name: str, kind: Kind, feed: Feed, replicate: int, **changes: Any) -> Arm:
@@ -177,7 +173,7 @@ def planned(
         from_fork("A1", "A", "own", 0),
         from_fork("A2", "A", "own", 1),
     ]
-    states = earlier[:2]
+    states, (_, _, pinned) = earlier[:2], asked
     for r in range(NUM_REPLICATES):
         arms.append(from_fork(f"N{r}", "N", "permuted", r))
         arms.append(from_fork(f"C{r}", "C", "other", r))
@@ -240,6 +236,7 @@ def planned(
                 )
             )
     return Plan(
+        asked=asked,
         segment=segment,
         onset=onset,
         fork=fork,

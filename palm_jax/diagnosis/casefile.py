@@ -65,7 +65,7 @@ class CaseFile:
         there = self.plan()
         if there is None:
             return plan
-        if there.asked_for() != plan.asked_for():
+        if there.asked != plan.asked:
             raise WrongInput(
                 f"{self.path} has a diagnosis with other arms (steps {there.fork} to "
                 f"{there.stop}); give the options that it was planned with, or remove the folder"

@@ -141,6 +141,7 @@ def make_plan(
     )
     in_force = described.settings_at(settings, fork)
     plan = arms.planned(
+        asked=(before, after, pinned),
         segment=located.segment,
         onset=onset,
         fork=fork,
@@ -156,7 +157,6 @@ def make_plan(
             [n for n in recent if n is not None and math.isfinite(n)],
             fold.skip_above(onset),
         ),
-        pinned=pinned,
     )
     if not pinned and not other_rate:
         _check_rates(run, plan)

@@ -194,6 +194,17 @@ def test_another_plan_for_the_same_spike_is_refused(copied):
     assert case_of(copied, budget=9).plan.budget == 9
 
 
+def test_a_plan_is_kept_whatever_becomes_of_the_run(copied):
+    before = case_of(copied).plan
+    for step in before.earlier[:2]:
+        shutil.rmtree(copied / "segments" / "000" / "checkpoints" / str(step), ignore_errors=True)
+    case = case_of(copied)
+    assert case.plan == before
+    # What a lost checkpoint had is computed from an older one.
+    assert case.execute(case.plan.arm("H"))
+    assert case.execute(case.plan.arm("B0"))
+
+
 def test_a_damaged_result_is_refused_by_name(copied):
     case = case_of(copied)
     arm = case.plan.arm("A1")

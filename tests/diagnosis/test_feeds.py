@@ -30,6 +30,7 @@ class Numbers:
 
 def plan_of(onset=30, fork=24, window_stop=34, stop=40, pinned=True):
     return arms.planned(
+        asked=(onset - fork, stop - onset, pinned),
         segment=0,
         onset=onset,
         fork=fork,
@@ -41,7 +42,6 @@ def plan_of(onset=30, fork=24, window_stop=34, stop=40, pinned=True):
         budget=1000,
         seconds_per_step=None,
         treatments=TREATMENTS,
-        pinned=pinned,
     )
 
 
@@ -186,7 +186,7 @@ def test_clean_steps_are_looked_at_where_the_run_has_them():
         **{
             **{"segment": 1, "onset": 210, "fork": 200, "window_stop": 215, "stop": 230},
             **{"start": 190, "earlier": [190, 150, 100, 0], "healthy": 100, "budget": 1},
-            **{"seconds_per_step": None, "treatments": ()},
+            **{"seconds_per_step": None, "treatments": (), "asked": (10, 20, True)},
         }
     )
     # The segment itself is compared with its record; rises are looked at in its parents' steps.

@@ -43,7 +43,7 @@ def plan_of(**changes):
     at_500 = {
         **{"segment": 0, "onset": 500, "fork": 480, "window_stop": 510, "stop": 540, "start": 0},
         **{"earlier": [400, 300, 200, 100, 0], "healthy": 400, "budget": 4000},
-        **{"seconds_per_step": 1.0},
+        **{"seconds_per_step": 1.0, "asked": (20, 40, True)},
         "treatments": treatments.available(SETTINGS, [0.5] * 9, 2.0),
     }
     return arms.planned(**at_500 | changes)
