@@ -89,7 +89,7 @@ def test_the_float16_comparison_has_overflows_and_updates_in_it(reference):
     assert len({float(v["loss_scale"]) for v in vitals}) > 1
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("float32", "bfloat16")])
+@pytest.mark.parametrize("policy", ["float16", "float8 delayed"])
 @pytest.mark.slow
 def test_every_policy_resumes_and_replays(small, tmp_path, policy):
     settings = settings_of(small, policy, **{"steps": 10})

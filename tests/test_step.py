@@ -161,8 +161,9 @@ VARIANTS = {
 }
 # Each axis alone, whole and in part, and both; what AdamW does elementwise needs few meshes.
 SLOW = [
-    *(("float32", mesh) for mesh in [(2, 1), (1, 8), (2, 4)]),
-    *(("bfloat16", mesh) for mesh in [(8, 1), (1, 4), (4, 2)]),
+    ("float32", (1, 8)),
+    ("bfloat16", (8, 1)),
+    ("bfloat16", (2, 4)),
     ("adamw", (2, 2)),
 ]
 CASES = [("float32", (4, 2)), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
