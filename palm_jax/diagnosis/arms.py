@@ -132,6 +132,10 @@ def planned(
       healthy: one of them.
     """
 
+    def before_fork(kind: Kind, first: int, until: int) -> Arm:
+        steps = {"state_step": first, "first": first, "stop": until, "scored_from": first}
+        return Arm(name=kind, kind=kind, feed="own", **steps)  # type: ignore[arg-type]
+
     def from_fork(name: str, kind: Kind, feed: Feed, replicate: int, **changes: Any) -> Arm:
         at_fork = {"state_step": fork, "first": fork, "stop": stop, "scored_from": fork}
         given = at_fork | {"replicate": replicate} | changes
@@ -148,27 +152,9 @@ def planned(
         before = [s for s in earlier if fork - s >= CLEAN_ARMS * (stop - fork)]
         since = before[0] if before else earlier[-1]
         until = min(fork, since + CLEAN_ARMS * (stop - fork))
-        clean = [
-            Arm(
-                name="W",
-                kind="W",
-                state_step=since,
-                first=since,
-                stop=until,
-                scored_from=since,
-                feed="own",
-            )
-        ]
+        clean = [before_fork("W", since, until)]
     arms = [
-        Arm(
-            name="H",
-            kind="H",
-            state_step=back,
-            first=back,
-            stop=fork,
-            scored_from=back,
-            feed="own",
-        ),
+        before_fork("H", back, fork),
         *clean,
         from_fork("A1", "A", "own", 0),
         from_fork("A2", "A", "own", 1),
