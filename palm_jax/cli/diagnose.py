@@ -14,6 +14,7 @@ from palm_jax.cli.terms import (
     AsJson,
     Run,
     check_is_run,
+    moved,
     prepare_jax,
     print_json,
 )
@@ -54,7 +55,10 @@ def diagnose(
     ] = False,
     bundle: Annotated[
         str | None,
-        typer.Option(metavar="OUT", help="Only write a bundle in which any arm can be executed."),
+        typer.Option(
+            metavar="OUT",
+            help="Only write a folder, or an archive to unpack, where any arm can be executed.",
+        ),
     ] = None,
     own_clocks: Annotated[
         bool,
@@ -76,13 +80,7 @@ def diagnose(
     if sum([plan, arm is not None, collect, bundle is not None]) > 1:
         raise WrongInput("--plan, --arm, --collect and --bundle exclude each other; give one")
     check_is_run(run)
-    recorded = config.load(run / "config.yaml")
-    settings = config.override(recorded, overrides or ())
-    for key in config.differences(recorded, settings):
-        if not key.startswith("mesh.") and key != "data.corpus":
-            raise WrongInput(
-                f"{key} would change what is diagnosed; this takes mesh.* and data.corpus"
-            )
+    settings = moved(config.load(run / "config.yaml"), overrides or (), "diagnosed")
     prepare_jax(settings)
 
     from palm_jax import console, signals

@@ -18,10 +18,10 @@ from palm_jax.cli.terms import (
     check_is_run,
     in_bytes,
     interval,
+    moved,
     prepare_jax,
     print_json,
 )
-from palm_jax.errors import WrongInput
 from palm_jax.record import folder
 from palm_jax.replay import archives
 
@@ -51,13 +51,7 @@ def replay(
     with tempfile.TemporaryDirectory() as scratch:
         where = archives.unpacked(run, pathlib.Path(scratch))
         check_is_run(where)
-        recorded = config.load(where / folder.CONFIG)
-        settings = config.override(recorded, overrides or ())
-        for key in config.differences(recorded, settings):
-            if not key.startswith("mesh.") and key != "data.corpus":
-                raise WrongInput(
-                    f"{key} would change what is replayed; a replay takes mesh.* and data.corpus"
-                )
+        settings = moved(config.load(where / folder.CONFIG), overrides or (), "replayed")
         prepare_jax(settings)
 
         from palm_jax import console

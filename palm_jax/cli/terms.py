@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import json
 import logging
 import math
@@ -39,6 +40,23 @@ def interval(option: str, text: str) -> tuple[int, int]:
     if not colon or not (start.isdecimal() and stop.isdecimal()) or int(start) >= int(stop):
         raise WrongInput(f"{option} {text}: give A:B with whole numbers, 0 <= A < B")
     return int(start), int(stop)
+
+
+def moved(
+    recorded: config.Config, overrides: collections.abc.Sequence[str], what: str
+) -> config.Config:
+    """A run's settings on another mesh, or with its corpus elsewhere.
+
+    Raises:
+      WrongInput: a setting that would change `what` is done to the run's steps.
+    """
+    settings = config.override(recorded, overrides)
+    for key in config.differences(recorded, settings):
+        if not key.startswith("mesh.") and key != "data.corpus":
+            raise WrongInput(
+                f"{key} would change what is {what}; this takes mesh.* and data.corpus"
+            )
+    return settings
 
 
 def prepare_jax(settings: config.Config) -> None:

@@ -133,8 +133,8 @@ def planned(
     """
 
     def before_fork(kind: Kind, first: int, until: int) -> Arm:
-        steps = {"state_step": first, "first": first, "stop": until, "scored_from": first}
-        return Arm(name=kind, kind=kind, feed="own", **steps)  # type: ignore[arg-type]
+        steps: dict[str, Any] = {"first": first, "stop": until, "scored_from": first}
+        return Arm(name=kind, kind=kind, feed="own", state_step=first, **steps)
 
     def from_fork(name: str, kind: Kind, feed: Feed, replicate: int, **changes: Any) -> Arm:
         at_fork = {"state_step": fork, "first": fork, "stop": stop, "scored_from": fork}

@@ -117,13 +117,13 @@ def write_rows(
     bundle: RunFolder, corpus: data.Rows, wanted: collections.abc.Mapping[str, set[int]]
 ) -> None:
     """Give a bundle the rows of `wanted`, by split."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, Any] = {}
     for split, ids in wanted.items():
         ordered = sorted(ids)
         names = _NAMES[split]
         arrays[names[0]] = np.array(ordered, np.int64)
         arrays[names[1]] = corpus.read(split, ordered).astype(np.dtype(corpus.manifest.dtype))
-    np.savez(bundle.path / ROWS, **arrays)  # type: ignore[arg-type]
+    np.savez(bundle.path / ROWS, **arrays)
 
 
 @contextlib.contextmanager

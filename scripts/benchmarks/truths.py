@@ -16,6 +16,7 @@ import logging
 import pathlib
 import sys
 import time
+import unittest.mock
 from typing import Any
 
 from palm_jax import config, start
@@ -195,11 +196,8 @@ def _flipping(when: collections.abc.Callable[[Any], bool]) -> collections.abc.It
             state = state.replace(params={**state.params, "embedding_VD": table})
         return ordinary(self, state, batch, controls)
 
-    stepping.Program.step = step  # type: ignore[method-assign]
-    try:
+    with unittest.mock.patch.object(stepping.Program, "step", step):
         yield
-    finally:
-        stepping.Program.step = ordinary  # type: ignore[method-assign]
 
 
 def _never(state: Any) -> bool:
