@@ -29,6 +29,9 @@ MAY_CHANGE_ON_RESUME = (
     "eval",
     "checkpoint",
     "spikes",
+    "verify",
+    "distributed",
+    "supervise",
     "data.corpus",
     "data.read_threads",
     "data.prefetch_steps",
@@ -304,6 +307,32 @@ class Spikes(Section):
         return self
 
 
+class Verify(Section):
+    """Silent corruption: gradients computed again on other devices (docs/faults.md)."""
+
+    every: PositiveInt | None = None  # steps
+
+
+class Distributed(Section):
+    """Several processes of one run (docs/faults.md)."""
+
+    timeout_s: PositiveInt = 100  # without a sign of life from another process, the run ends
+    start_timeout_s: PositiveInt = 300  # for all to start, and to agree about what they train
+    denied_hosts: tuple[str, ...] = ()  # no process of the run starts on these
+
+
+class Supervise(Section):
+    """What `palm-jax train --supervise` takes for a hang, and how often it starts anew."""
+
+    restarts: PositiveInt = 5  # in a row, without a newer checkpoint
+    backoff_s: Annotated[float, pydantic.Field(ge=0)] = 5.0  # then twice as long each time
+    longest_backoff_s: PositiveFloat = 300.0
+    # No news for so long is a hang: at least `stall_s`, and `stall_factor` times the median.
+    stall_factor: Annotated[float, pydantic.Field(gt=1)] = 10.0
+    stall_s: PositiveFloat = 600.0
+    start_s: PositiveFloat = 3600.0  # likewise, until the first steps are done
+
+
 class Log(Section):
     every: PositiveInt = 10  # steps between flushes of the logbook
     # Of each microbatch's own gradient: names the lane, and so the host, where runs part.
@@ -349,6 +378,9 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     spikes: Spikes = Spikes()
+    verify: Verify = Verify()
+    distributed: Distributed = Distributed()
+    supervise: Supervise = Supervise()
     log: Log = Log()
 
     @pydantic.model_validator(mode="after")
@@ -591,7 +623,7 @@ def to_yaml(config: Config) -> str:
 
 def fingerprint(config: Config) -> str:
     """Hash of every setting that must stay the same while a run is continued."""
-    fixed = {key: value for key, value in _flat(config).items() if not may_change(key, config)}
+    fixed = {key: value for key, value in flat(config).items() if not may_change(key, config)}
     text = json.dumps(fixed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -605,7 +637,7 @@ def may_change(key: str, config: Config) -> bool:
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted settings that differ, with both values: {"model.width": (64, 128)}."""
-    before, after = _flat(old), _flat(new)
+    before, after = flat(old), flat(new)
     return {
         key: (before.get(key), after.get(key))
         for key in before | after
@@ -613,7 +645,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def flat(config: Config) -> dict[str, Any]:
     """Every setting by its dotted key."""
 
     def rows(settings: dict[str, Any], prefix: str) -> dict[str, Any]:

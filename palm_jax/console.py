@@ -60,6 +60,7 @@ class TrainingProgress:
             "incident_closed": self._incident_closed,
             "decision": self._decision,
             "alert_failed": self._alert_failed,
+            "verification": self._verification,
             "stop": self._stop,
         }
         show[event](fields)
@@ -130,6 +131,10 @@ class TrainingProgress:
                 f"the first losses are a CPU's within {fields['difference']:.1e} "
                 f"({fields['tolerance']:.0e} is allowed)"
             )
+
+    def _verification(self, fields: dict[str, Any]) -> None:
+        if fields["differing"]:
+            self._print(f"verification before step {fields['step']}: gradients differ")
 
     def _step(self, fields: dict[str, Any]) -> None:
         done, news = fields["step"] + 1, self._news(fields)

@@ -1,4 +1,4 @@
-"""The two ways in which a person's request can fail, and the exit code of each."""
+"""The ways in which a person's request can fail, and the exit code of each."""
 
 
 class WrongInput(ValueError):
@@ -11,3 +11,9 @@ class CannotDo(RuntimeError):
     """The request is sound, but this machine, folder or environment cannot fulfil it."""
 
     exit_code = 3
+
+
+class LostPeer(RuntimeError):
+    """Another process of the run has ended, or does not answer. The message names it."""
+
+    exit_code = 6

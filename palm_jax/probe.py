@@ -160,11 +160,11 @@ def _write(scratch: pathlib.Path) -> None:
 
 def _lock(scratch: pathlib.Path) -> None:
     """As a run is held, so that a second process is refused."""
-    from palm_jax.record import folder
+    from palm_jax.record import lock
 
-    with folder.held(folder.RunFolder(scratch)):
+    with lock.held(scratch):
         try:
-            with folder.held(folder.RunFolder(scratch)):
+            with lock.held(scratch):
                 pass
         except CannotDo:
             return

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NO_MORE = b"\0"  # no signal has this number
@@ -15,6 +16,8 @@ _NO_MORE = b"\0"  # no signal has this number
 @contextlib.contextmanager
 def stop_request(
     tell: collections.abc.Callable[[str], None] = lambda name: None,
+    *,
+    echo_s: float = 0.0,
 ) -> collections.abc.Iterator[collections.abc.Callable[[], str | None]]:
     """Yields a function that names the first SIGINT or SIGTERM received, or None.
 
@@ -23,19 +26,26 @@ def stop_request(
 
     Args:
       tell: is given each signal's name as it comes, in a thread of its own.
+      echo_s: within so many seconds of the first, signals are the same one: a group of
+        processes was told, and one of them passes on what it was told.
     """
     received: list[str] = []
+    first_at = 0.0
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     # A thread, because Python runs a handler only when the main thread is back from C, and
     # compiling can keep it there for minutes.
     def watch() -> None:
+        nonlocal first_at
         while (byte := os.read(reader, 1)) != _NO_MORE:
             if byte[0] not in SIGNALS:
                 continue
             name = signal.Signals(byte[0]).name
             is_second = bool(received)
+            if is_second and time.monotonic() - first_at < echo_s:
+                continue
+            first_at = time.monotonic()
             received.append(name)
             try:
                 tell(name)

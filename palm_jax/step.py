@@ -414,6 +414,9 @@ class Program:
     init: collections.abc.Callable[[], TrainState]
     init_params: collections.abc.Callable[[], model.Params]  # of `init`; a third of the memory
     losses: Any  # (params, tokens, weights) -> LossSums [passes, devices, microbatch]
+    # (state, batch) -> u32[microbatches, 2]: digest of each microbatch's own gradient.
+    microbatch_digests: collections.abc.Callable[[TrainState, jax.Array], jax.Array]
+    moved: collections.abc.Callable[[jax.Array], jax.Array]  # a batch, each row one device on
     traceable_step: Any  # jitted; `step` calls what was compiled from it
     compiled: dict[int, CompiledStep] = dataclasses.field(default_factory=dict)  # by batch size
 
@@ -541,6 +544,19 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
 
         return jax.lax.map(one_pass, (tokens, weights))
 
+    digesting = settings.model_copy(
+        update={
+            "log": settings.log.model_copy(update={"microbatch_digests": True, "vitals": "basic"})
+        }
+    )
+
+    def microbatch_digests(state: TrainState, tokens: jax.Array) -> jax.Array:
+        params = precision.wide(state.params)
+        scale = objective_scale(state, tokens, settings.precision)
+        summed = gradients(params, tokens, digesting, end_of_document, scale, state.float8)
+        assert summed.microbatch_digests is not None
+        return summed.microbatch_digests
+
     return Program(
         settings=settings,
         mesh=mesh,
@@ -557,6 +573,14 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
         ),
         traceable_step=jax.jit(
             step, donate_argnums=0, out_shardings=(shards, None), compiler_options=options
+        ),
+        microbatch_digests=jax.jit(
+            on_mesh(microbatch_digests, in_specs=(layout, batch), out_specs=PartitionSpec()),
+            compiler_options=options,
+        ),
+        moved=jax.jit(
+            lambda tokens: jnp.roll(tokens, 1, axis=1),
+            out_shardings=sharding.batch_sharding(mesh),
         ),
         losses=jax.jit(
             on_mesh(losses, in_specs=(layout.params, batch, batch), out_specs=PartitionSpec()),

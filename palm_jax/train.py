@@ -11,16 +11,17 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import jax
 import tensorboardX
 
-from palm_jax import config, parity, precision, processes, sharding
+from palm_jax import config, parity, precision, processes, sharding, verify
 from palm_jax.corpus.manifest import Manifest
 from palm_jax.corpus.reader import Corpus
 from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.plan import flops
 from palm_jax.record import checkpoints as checkpoint_store
-from palm_jax.record import digests, environment, folder, logbook, segments
+from palm_jax.record import digests, environment, folder, lock, logbook, segments
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.profile import StepTrace
 from palm_jax.record.programs import ProgramRecorder
@@ -86,6 +87,7 @@ def train(
       WrongInput: settings, corpus and run folder do not fit together.
       CannotDo: the devices, the disk, the environment or a damaged checkpoint forbid it.
     """
+    _check_agreement(settings, run)
     programs: dict[str, Program] = {}
     while True:
         outcome = _train_segment(
@@ -93,6 +95,20 @@ def train(
         )
         if outcome is not None:
             return outcome
+
+
+def _check_agreement(settings: config.Config, run: str | pathlib.Path) -> None:
+    """Raise WrongInput if the processes of this run were not given the same to train."""
+    if not processes.are_several():
+        return
+    with Corpus.open(settings.data.corpus) as corpus:
+        identity = {
+            "--run": str(run),
+            "the corpus's digest": corpus.manifest.digest,
+            **environment.code_identity(),
+            **config.flat(settings),
+        }
+    processes.check_agreement(identity)
 
 
 def _train_segment(
@@ -174,10 +190,11 @@ def _train_segment(
         with course.batches(start, settings.steps) as batches, trace:
             for step, batch in recorder.awaited(batches):
                 program = course.program_at(step)
+                tokens = program.put(batch.tokens)
+                if due(step, settings.verify.every):
+                    recorder.leave_out(_verify(program, state, tokens, segment, step, book, tell))
                 with trace.step(step):
-                    state, vitals = program.step(
-                        state, program.put(batch.tokens), watch.controls(step)
-                    )
+                    state, vitals = program.step(state, tokens, watch.controls(step))
                 recorder.leave_out(programs_noted.note(step, program))
                 recorder.leave_out(trace.after(step, vitals))
                 recorder.add(step, batch, vitals)
@@ -238,7 +255,7 @@ def _open_together(
     """`folder.open_run`, in the first process before the others; the first one holds it."""
     if processes.is_first():
         opened = folder.open_run(run, settings, manifest)
-        stack.enter_context(folder.held(opened[0]))
+        stack.enter_context(lock.held(opened[0].path))
     processes.wait_for_all("palm_jax: the run's folder is there")
     return opened if processes.is_first() else folder.open_run(run, settings, manifest)
 
@@ -349,6 +366,42 @@ def _record_evaluation(
     if summaries is not None:
         for name in ("loss", "perplexity", "bits_per_byte"):
             summaries.add_scalar(f"{evaluation.split}/{name}", fields[name], step)
+
+
+def _verify(
+    program: Program,
+    state: TrainState,
+    tokens: jax.Array,
+    segment: segments.Segment,
+    step: int,
+    book: logbook.Logbook,
+    tell: Tell,
+) -> float:
+    """Verify the devices before a step; returns the seconds that it took.
+
+    Raises:
+      CannotDo: gradients depend on the device that computes them.
+    """
+    found = verify.verify(program, state, tokens)
+    where = verify.places(program, found.suspects)
+    fields = {
+        "segment": segment.segment,
+        "step": step,
+        "microbatches": found.microbatches,
+        "differing": list(found.differing),
+        "suspects": where,
+        "seconds": found.seconds,
+    }
+    book.append("verification", **fields)
+    tell("verification", fields)
+    if found.differing:
+        book.flush()
+        raise CannotDo(
+            f"silent corruption before step {step}: {verify.told(found, where)}. Steps since the "
+            "last verification may be wrong. Name the host in distributed.denied_hosts, and "
+            "continue from a checkpoint not after that verification"
+        )
+    return found.seconds
 
 
 def _save(

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 import typer.testing
 
-from palm_jax import cli, start
+from palm_jax import cli, meeting
 from palm_jax.errors import WrongInput
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -82,15 +82,15 @@ def test_json_has_the_same_numbers_and_they_add_up(name):
 
 
 def test_processes_are_shown_where_they_are_known(monkeypatch):
-    monkeypatch.setenv(start.NUM_PROCESSES, "1536")
+    monkeypatch.setenv(meeting.NUM_PROCESSES, "1536")
     assert "= 6,144 devices, 4 in each of 1,536 processes\n" in said("palm_540b")
     assert json.loads(said("palm_540b", "--json"))["mesh"]["processes"] == 1536
 
 
 @pytest.mark.parametrize("number", ["5", "0", "many"])
 def test_processes_that_cannot_share_the_devices_are_refused(monkeypatch, number):
-    monkeypatch.setenv(start.NUM_PROCESSES, number)
-    with pytest.raises(WrongInput, match=f"{start.NUM_PROCESSES}={number}.* = 6144 devices"):
+    monkeypatch.setenv(meeting.NUM_PROCESSES, number)
+    with pytest.raises(WrongInput, match=f"{meeting.NUM_PROCESSES}={number}.* = 6144 devices"):
         said("palm_540b")
 
 

@@ -13,7 +13,7 @@ import textwrap
 
 import pytest
 
-from palm_jax import config, errors, start
+from palm_jax import config, errors, meeting, start
 from palm_jax.tpu import topologies
 
 SET_BY_CONFTEST = ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")
@@ -41,7 +41,7 @@ needs_libtpu = pytest.mark.skipif(
 
 def execute(script: str, *overrides: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Execute a script with `settings`; a wrong input or environment ends it as its last line."""
-    unset = {*SET_BY_CONFTEST, start.COORDINATOR, start.NUM_PROCESSES, start.PROCESS}
+    unset = {*SET_BY_CONFTEST, meeting.COORDINATOR, meeting.NUM_PROCESSES, meeting.PROCESS}
     return subprocess.run(
         [sys.executable, "-c", HEAD + textwrap.dedent(script), *overrides],
         env={
@@ -192,8 +192,9 @@ def test_processes_that_are_announced_meet_where_they_say():
     )
     meets, then = done.stdout.splitlines()
     assert meets == (
-        "meets {'coordinator_address': '10.0.0.2:8476', 'num_processes': 2, 'process_id': 1, "
-        "'cluster_detection_method': 'deactivate'} False"
+        "meets {'initialization_timeout': 330, 'heartbeat_timeout_seconds': 100, "
+        "'shutdown_timeout_seconds': 100, 'coordinator_address': '10.0.0.2:8476', "
+        "'num_processes': 2, 'process_id': 1, 'cluster_detection_method': 'deactivate'} False"
     )
     assert then == "done --xla_force_host_platform_device_count=4"
     assert done.stderr == "from C\n"
@@ -261,12 +262,12 @@ def test_tpu_that_is_named_but_not_there_is_refused():
     "error", [OSError("metadata server: no route"), RuntimeError("DEADLINE_EXCEEDED")]
 )
 def test_tpu_hosts_that_do_not_meet_are_refused(monkeypatch, error):
-    def fail() -> None:
+    def fail(waits: config.Distributed) -> None:
         raise error
 
-    monkeypatch.setattr(start, "_initialize", fail)
+    monkeypatch.setattr(meeting, "_initialize", fail)
     with pytest.raises(errors.CannotDo) as caught:
-        start._meet_tpu_hosts()
+        meeting.meet_tpu_hosts(config.Distributed())
     for word in ("hosts of this TPU slice", str(error), "8482", "requests"):
         assert word in str(caught.value)
 

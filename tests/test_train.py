@@ -16,7 +16,7 @@ from palm_jax import train as training
 from palm_jax.corpus import prepare
 from palm_jax.corpus.reader import Corpus
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.record import folder, logbook
+from palm_jax.record import folder, lock, logbook
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.use.evaluate import evaluate
 
@@ -361,7 +361,7 @@ def test_url_is_refused_and_makes_no_folder(small, tmp_path, monkeypatch):
 def test_second_training_of_a_run_is_refused_while_the_first_goes_on(small, straight, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(straight[0], run)
-    with folder.held(folder.RunFolder(run)), pytest.raises(CannotDo, match="another process"):
+    with lock.held(run), pytest.raises(CannotDo, match="another process"):
         training.train(small(steps=13), run)
     training.train(small(steps=13), run)
 

@@ -1,8 +1,9 @@
 """The command line: parses, calls, prints.
 
 Exit codes: 0 done, 1 the answer is no, 2 wrong input, 3 the environment cannot do it,
-4 stopped by a signal after saving, 5 a defect of palm-jax. With --json, stdout holds one
-JSON object and nothing else; whatever is said on the way goes to stderr.
+4 stopped by a signal after saving, 5 a defect of palm-jax, 6 another process of the run was
+lost. With --json, stdout holds one JSON object and nothing else; whatever is said on the way
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from palm_jax.cli import (
     spikes,
     train,
 )
-from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.errors import CannotDo, LostPeer, WrongInput
 
 OUR_DEFECT = 5
 # What any access to a file may meet, a print to stdout too; other errors would be ours.
@@ -74,7 +75,7 @@ def main() -> None:
     """Run the command line; a failure is one message and its exit code."""
     try:
         app()
-    except (WrongInput, CannotDo) as error:
+    except (WrongInput, CannotDo, LostPeer) as error:
         _end(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         _end("interrupted", 130)
@@ -88,4 +89,7 @@ def main() -> None:
 def _end(message: str, exit_code: int) -> NoReturn:
     with contextlib.suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
         print(message, file=sys.stderr)
+    processes = sys.modules.get("palm_jax.processes")
+    if processes is not None and processes.are_several():
+        processes.leave(exit_code)
     sys.exit(exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from palm_jax import config, start
+from palm_jax import config, meeting
 from palm_jax.cli.terms import (
     GAVE_UP,
     STOPPED_BY_SIGNAL,
@@ -24,6 +25,7 @@ from palm_jax.cli.terms import (
 )
 from palm_jax.errors import WrongInput
 from palm_jax.plan import memory
+from palm_jax.supervise import worker
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -39,6 +41,9 @@ def train(
         bool, typer.Option(help="Say what would be trained and what it needs, and stop.")
     ] = False,
     allow_environment: AllowEnvironment = False,
+    supervise: Annotated[
+        bool, typer.Option(help="Start again after a crash, a hang or a preemption.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train CONFIG in the folder RUN, from its newest checkpoint if there is one."""
@@ -48,19 +53,30 @@ def train(
         return
     if run is None:
         raise WrongInput("--run is missing: name the folder that the run is to be written to")
+    is_kept = worker.is_kept()
+    if not is_kept and (supervise or _has_peers()):
+        raise typer.Exit(_keep(settings, run, supervise))
+    meeting.check_host(settings.distributed)
+    news = worker.News(settings.supervise)
     prepare_jax(settings)
 
-    from palm_jax import console, signals
+    from palm_jax import console, processes, signals
     from palm_jax import train as training
 
+    def tell(event: str, fields: dict[str, Any]) -> None:
+        progress(event, fields)
+        news(event, fields)
+
     with (
+        contextlib.closing(news),
         console.TrainingProgress(settings.steps) as progress,
-        signals.stop_request(progress.signal) as stop_requested,
+        signals.stop_request(progress.signal, echo_s=1.0 if is_kept else 0.0) as stop_requested,
+        processes.shared_fate(),
     ):
         outcome = training.train(
             settings,
             run,
-            tell=progress,
+            tell=tell,
             stop_requested=stop_requested,
             allow_environment=allow_environment,
         )
@@ -84,6 +100,22 @@ def train(
         raise typer.Exit(GAVE_UP)
     if outcome.stopped_by is not None:
         raise typer.Exit(STOPPED_BY_SIGNAL)
+
+
+def _has_peers() -> bool:
+    """Whether XLA would abort this process when another one of the run is lost."""
+    announced = meeting.announced()
+    if announced is not None:
+        return announced[1] > 1
+    return any(pathlib.Path("/dev").glob("accel[0-9]*")) or pathlib.Path("/dev/vfio/0").exists()
+
+
+def _keep(settings: config.Config, run: str, supervise: bool) -> int:
+    from palm_jax.supervise.keeper import Keeper
+
+    arguments = [given for given in sys.argv[1:] if given != "--supervise"]
+    command = [sys.executable, "-m", "palm_jax.cli", *arguments]
+    return Keeper(command, settings, run, restarts=supervise).keep()
 
 
 def _print_result(settings: config.Config, outcome: Any) -> None:
@@ -174,13 +206,13 @@ def _num_processes(mesh: config.Mesh) -> int | None:
     Raises:
       WrongInput: they cannot share the devices.
     """
-    text = os.environ.get(start.NUM_PROCESSES)
+    text = os.environ.get(meeting.NUM_PROCESSES)
     if text is None:
         return None
     devices = _num_devices(mesh)
     if not text.isdecimal() or int(text) == 0 or devices % int(text):
         raise WrongInput(
-            f"{start.NUM_PROCESSES}={text}, but mesh.data x mesh.fsdp x mesh.tensor = {devices} "
+            f"{meeting.NUM_PROCESSES}={text}, but mesh.data x mesh.fsdp x mesh.tensor = {devices} "
             "devices; give a number that divides them"
         )
     return int(text)

@@ -158,6 +158,11 @@ def normalised_flags(variable: str) -> list[str]:
     return [flags[name] for name in sorted(flags)]
 
 
+def code_identity() -> dict[str, str | None]:
+    """Versions and a digest of this package's source, which all processes of a run share."""
+    return {**{name: _version(name) for name in PACKAGES}, "palm_jax's source": _own_source()}
+
+
 @functools.cache
 def _own_source() -> str:
     """Of the code as it was loaded, whatever happens to the files afterwards."""

@@ -10,9 +10,7 @@ RUN/
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import dataclasses
-import fcntl
 import os
 import pathlib
 import secrets
@@ -55,32 +53,6 @@ class RunFolder:
         if not (self.path / MANIFEST).is_file():
             raise CannotDo(f"{self.path} is damaged: it has no {MANIFEST}; restore it")
         return manifest.read(self.path)
-
-
-@contextlib.contextmanager
-def held(run: RunFolder) -> collections.abc.Iterator[None]:
-    """Keep other processes of this machine from writing to the run, as long as this one does.
-
-    Raises:
-      CannotDo: another process holds it, or it cannot be locked.
-    """
-    descriptor = os.open(run.path, os.O_RDONLY)
-    try:
-        try:
-            # Let go by the system when the process ends, however it ends.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CannotDo(
-                f"another process is writing to {run.path}; wait for it, or name another folder"
-            ) from None
-        except OSError as error:  # some network file systems
-            raise CannotDo(
-                f"{run.path} lies where a folder cannot be locked ({error.strerror}); put the run "
-                "on another disk"
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:

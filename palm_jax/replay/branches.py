@@ -17,7 +17,7 @@ from typing import Any
 
 from palm_jax import config, data
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.record import folder, logbook, segments
+from palm_jax.record import folder, lock, logbook, segments
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.folder import RunFolder
 from palm_jax.record.segments import Departure, Intervention, Segment
@@ -193,7 +193,7 @@ def intervene(
     if made.exclusions == parent.exclusions and not values:
         raise WrongInput("nothing would change: give settings, or --exclude A:B")
     segment = made.model_copy(update={"segment": parent.segment + 1})
-    with folder.held(run):
+    with lock.held(run.path):
         folder.open_segment(run, segment)
         _record(
             run,
@@ -233,7 +233,7 @@ def promote(run: RunFolder, name: str, reason: str) -> Segment:
     after = segment.settings_at(base, source.start_step)
     with Checkpoints(branch.checkpoints(0), config.Checkpoint()) as saved:
         steps = saved.steps()
-    with folder.held(run):
+    with lock.held(run.path):
         folder.open_segment(
             run, segment, checkpoints=[branch.checkpoints(0) / str(step) for step in steps]
         )
