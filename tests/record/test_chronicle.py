@@ -214,6 +214,8 @@ def test_a_crash_costs_the_steps_after_the_state_from_which_the_run_went_on(tmp_
         "decisions": 0,
         "notes": 0,
         "differences": 0,
+        "verifications": 0,
+        "restarts": 0,
         "skipped_updates": 0,
         "non_finite_losses": 0,
         "sequences_excluded": 0,
@@ -229,6 +231,31 @@ def test_a_checkpoint_that_was_never_finished_does_not_lessen_the_cost(tmp_path)
     assert "went on from step 4. What that cost: 4 recorded steps (4 to 7), 2.0 s" in (
         chronicle.render(run)
     )
+
+
+def test_restarts_say_why_and_verifications_whom_they_suspect(tmp_path):
+    place = {"segment": 0, "step": 4}
+    healthy = {"event": "verification", **place, "microbatches": 8, "differing": [], "suspects": []}
+    suspect = {"device": 2, "process": 1, "host": "h", "ids": [2]}
+    ill = {**healthy, "differing": [1, 2], "suspects": [suspect]}
+    again = {"event": "restart", **place, "cause": "it was killed by SIGKILL", "wait_seconds": 5.0}
+    run = write(
+        tmp_path,
+        [start("10:00:00", 0, 0, 9), *steps(0, 4), healthy, ill],
+        [{**again, "in_vain": 0}],
+        [{**again, "in_vain": 2}],
+    )
+    told = chronicle.render(run)
+    for words in (
+        "2 of 8 microbatches gave another gradient on another device.",
+        "Suspected: device 2 on `h`, process 1.",
+        "Why: it was killed by SIGKILL, after news of step 4.",
+        "It waited 5 s.",
+        "It waited 5 s; 2 restarts before made no newer checkpoint.",
+        "| verifications | 2 |",
+        "| restarts | 2 |",
+    ):
+        assert words in told, told
 
 
 def test_two_crashes_at_the_same_place_cost_twice(tmp_path):
@@ -749,10 +776,8 @@ def test_any_sequence_of_events_is_told_and_every_attempt_is_accounted_for(parts
     for line in outside.splitlines():
         assert line == "" or line.startswith(("# ", "## ", "- ", "| "))
         assert not line.startswith("| ") or line.count("|") == 3
-    num_entries = sum(
-        record["event"] not in ("step", "program", "evaluation", "checkpoint", "profile", "alarm")
-        for record in told
-    )
+    on_the_way = ("step", "program", "evaluation", "checkpoint", "profile", "alarm", "verification")
+    num_entries = sum(record["event"] not in on_the_way for record in told)
     assert outside.count("\n## ") - 1 >= num_entries
     assert logbook.plain(numbers) == numbers
 

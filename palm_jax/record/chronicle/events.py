@@ -70,6 +70,33 @@ def alert_failed(record: Record) -> list[str]:
     ]
 
 
+def corruption(record: Record) -> list[str]:
+    differing = record.get("differing")
+    count = len(differing) if isinstance(differing, list) else words.told(differing)
+    suspects = record.get("suspects")
+    return [
+        f"{count} of {words.told(record.get('microbatches'))} microbatches gave another gradient "
+        "on another device.",
+        *(
+            f"Suspected: device {words.told(place.get('device'))} on "
+            f"{words.value(place.get('host'))}, process {words.told(place.get('process'))}."
+            for place in (suspects if isinstance(suspects, list) else [])
+            if isinstance(place, dict)
+        ),
+    ]
+
+
+def restart(record: Record) -> list[str]:
+    step = record.get("step")
+    after = "" if step is None else f", after news of step {words.told(step)}"
+    vain = record.get("in_vain")
+    return [
+        f"Why: {words.told(record.get('cause'))}{after}.",
+        f"It waited {words.told(record.get('wait_seconds'))} s"
+        + (f"; {words.told(vain)} restarts before made no newer checkpoint." if vain else "."),
+    ]
+
+
 def table(totals: dict[str, Any]) -> str:
     redone, left = (
         words.duration(totals["redone_seconds"]),
@@ -92,6 +119,9 @@ def table(totals: dict[str, Any]) -> str:
         "differences": f"{totals['differences']:,}",
         "torn lines": f"{len(totals['torn_lines']):,}",
     }
+    for name in ("verifications", "restarts"):
+        if totals[name]:
+            rows[name] = f"{totals[name]:,}"
     if totals["attempts_without_time"]:
         rows["attempts without a measured time"] = f"{totals['attempts_without_time']:,}"
     lines = ["| in all | |", "| --- | ---: |"]

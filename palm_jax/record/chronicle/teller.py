@@ -28,6 +28,8 @@ PLACE = {
     "alarm": ("segment", "step"),
     "alert_failed": (),
     "parity": ("segment", "step"),
+    "verification": ("segment", "step"),
+    "restart": (),
     "incident": (),
     "incident_closed": (),
     "decision": (),
@@ -85,6 +87,8 @@ class _Totals:
     decisions: int = 0
     notes: int = 0
     differences: int = 0
+    verifications: int = 0
+    restarts: int = 0
     skipped_updates: int = 0
     non_finite_losses: int = 0
 
@@ -157,6 +161,8 @@ class Teller:
             "alarm": self._alarm,
             "alert_failed": self._alert_failed,
             "parity": self._parity,
+            "verification": self._verification,
+            "restart": self._restart,
             "incident": self._spike,
             "incident_closed": self._spike,
             "decision": self._spike,
@@ -422,6 +428,16 @@ class Teller:
     def _parity(self, record: Record) -> None:
         where = f"step {record['step']} of segment {record['segment']}"
         self._tell(f"the losses of {where} beside a CPU's", events.parity(record))
+
+    def _verification(self, record: Record) -> None:
+        self.totals.verifications += 1
+        if record.get("differing"):
+            where = f"step {record['step']} of segment {record['segment']}"
+            self._tell(f"silent corruption found before {where}", events.corruption(record))
+
+    def _restart(self, record: Record) -> None:
+        self.totals.restarts += 1
+        self._tell("started again by its supervisor", events.restart(record))
 
     def _checkpoint(self, record: Record) -> None:
         stretch = self._on_the_way(record["segment"], record["step"])
