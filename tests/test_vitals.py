@@ -32,6 +32,11 @@ from palm_jax.replay import replay as replaying
 END = 256
 
 
+@pytest.fixture(scope="module")
+def small(small):
+    return lambda **overrides: small(**{"log.vitals": "all", **overrides})
+
+
 def tokens_of(settings, index: int = 0, num_sequences: int = 16) -> np.ndarray:
     shape = (num_sequences, settings.model.sequence_length + 1)
     return np.random.default_rng((5, index)).integers(0, 257, shape).astype(np.int32)

@@ -210,12 +210,13 @@ class _Native(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        for line in self._file:
-            if self.last_words or _LAST_WORDS.search(line):
-                self.last_words += line
-            else:
-                sys.stderr.write(line)
-                sys.stderr.flush()
+        with self._file:
+            for line in self._file:
+                if self.last_words or _LAST_WORDS.search(line):
+                    self.last_words += line
+                else:
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
 
 
 def _out_of_memory_kills() -> int:

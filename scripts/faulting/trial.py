@@ -47,13 +47,19 @@ class Member:
         folder: pathlib.Path,
         environ: dict[str, str],
         largest_file: int | None = None,
+        *,
+        keeps: bool,
     ) -> None:
-        """Start it; `largest_file`: bytes at which every file's disk is full."""
+        """Start it; `largest_file`: bytes at which every file's disk is full.
+
+        `keeps`: it starts the process that trains, and is not that process itself.
+        """
 
         def limit() -> None:
             if largest_file is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
+        self._keeps = keeps
         self.said: list[str] = []
         self.step = 0  # the newest that it has told of
         self.process = subprocess.Popen(
@@ -82,10 +88,11 @@ class Member:
 
     def worker(self) -> int:
         """The process that trains: itself, or the one that it keeps."""
-        children = pathlib.Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        with contextlib.suppress(OSError, ValueError):
-            return int(children.read_text().split()[0])
-        return self.process.pid
+        if not self._keeps:
+            return self.process.pid
+        path = pathlib.Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        children = path.read_text().split() if path.exists() else []
+        return int(children[0]) if children else self.process.pid
 
     def send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -159,7 +166,7 @@ class Place:
         command = [sys.executable, "-m", "palm_jax.cli", "train", "config.yaml"]
         command += ["--run", run, "--json", *(["--supervise"] if supervised else [])]
         if num_processes == 1:
-            return [Member(command, self.folder, environ, largest_file)]
+            return [Member(command, self.folder, environ, largest_file, keeps=supervised)]
         command += [f"mesh.data={num_processes}", f"mesh.emulated_devices={num_processes}"]
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
@@ -167,7 +174,13 @@ class Place:
         environ["JAX_COORDINATOR_ADDRESS"] = f"localhost:{port}"
         environ["PALM_JAX_NUM_PROCESSES"] = str(num_processes)
         return [
-            Member(command, self.folder, {**environ, "PALM_JAX_PROCESS_ID": str(n)}, largest_file)
+            Member(
+                command,
+                self.folder,
+                {**environ, "PALM_JAX_PROCESS_ID": str(n)},
+                largest_file,
+                keeps=True,
+            )
             for n in range(num_processes)
         ]
 
