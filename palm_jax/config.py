@@ -256,6 +256,9 @@ class Checkpoint(Section):
     keep_last: PositiveInt = 5
     keep_best: NaturalInt = 1  # by held-out loss
     keep_every: PositiveInt | None = None  # steps
+    # A second folder for the run, on a disk that stays where the first may vanish.
+    mirror: str | None = None
+    mirror_every: PositiveInt | None = None  # steps; null: each checkpoint
 
 
 class Eval(Section):

@@ -22,6 +22,7 @@ from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.plan import flops
 from palm_jax.record import checkpoints as checkpoint_store
 from palm_jax.record import digests, environment, folder, lock, logbook, segments
+from palm_jax.record import mirror as mirroring
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.profile import StepTrace
 from palm_jax.record.programs import ProgramRecorder
@@ -127,6 +128,8 @@ def _train_segment(
         check_corpus(settings, corpus.manifest)
         mesh = sharding.make_mesh(settings.mesh)
         run_folder, changes = _open_together(stack, run, settings, corpus.manifest)
+        # Left last of all: then the logbook has its last word, and the disk its last checkpoint.
+        mirror = stack.enter_context(_mirror(run_folder, settings.checkpoint))
         segment = segments.read(run_folder.segment(run_folder.last_segment()))
         course = Course(settings, segment, corpus, mesh, programs)
         history = logbook.History.read(run_folder.path)
@@ -214,6 +217,8 @@ def _train_segment(
                     recorder.restart_clock()
                 if to_save:
                     digest = _save(saved, book, tell, segment, done, state, evaluation)
+                    if mirror is not None:
+                        mirror.saved(done)
                     recorder.restart_clock()
                 if stopped_by is not None:
                     break
@@ -254,10 +259,19 @@ def _open_together(
 ) -> tuple[folder.RunFolder, dict[str, Any]]:
     """`folder.open_run`, in the first process before the others; the first one holds it."""
     if processes.is_first():
+        mirroring.bring_back(settings, pathlib.Path(run))
         opened = folder.open_run(run, settings, manifest)
         stack.enter_context(lock.held(opened[0].path))
     processes.wait_for_all("palm_jax: the run's folder is there")
     return opened if processes.is_first() else folder.open_run(run, settings, manifest)
+
+
+def _mirror(
+    run: folder.RunFolder, settings: config.Checkpoint
+) -> contextlib.AbstractContextManager[mirroring.Mirror | None]:
+    if settings.mirror is None or not processes.is_first():
+        return contextlib.nullcontext()
+    return mirroring.Mirror(run, settings)
 
 
 def _state_at(

@@ -123,8 +123,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a complete checkpoint on the disk, ascending."""
-        names = [path.name for path in self._entries() if _STEP.fullmatch(path.name)]
-        return sorted(int(name) for name in names if _is_complete(self.folder / name))
+        return complete_steps(self.folder)
 
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
@@ -365,6 +364,14 @@ class Checkpoints:
         self._saving, self._is_clean = None, False
 
 
+def complete_steps(folder: pathlib.Path | epath.Path) -> list[int]:
+    """Steps that have a complete checkpoint in `folder`, which need not exist; ascending."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted(
+        int(name) for name in names if _STEP.fullmatch(name) and _is_complete(folder / name)
+    )
+
+
 def bytes_of(state_like: Any) -> int:
     """Bytes of a tree of arrays or ShapeDtypeStructs, uncompressed, over all devices."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state_like))
@@ -431,7 +438,7 @@ def _public(stored: dict[str, Any]) -> dict[str, Any]:
     return {**stored["record"], **{key: x for key, x in stored.items() if key != "record"}}
 
 
-def _is_complete(path: epath.Path) -> bool:
+def _is_complete(path: pathlib.Path | epath.Path) -> bool:
     return all((path / mark).exists() for mark in _MARKS)
 
 
