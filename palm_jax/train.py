@@ -207,7 +207,7 @@ def _train_segment(
                 to_save = keep and (at_end or due(done, settings.checkpoint.every))
                 to_evaluate = due(done, settings.eval.every) or (keep and done == settings.steps)
                 if to_save or to_evaluate or at_end or due(done, settings.log.every):
-                    verdict = watch.after(recorder.flush())
+                    verdict = watch.after(recorder.flush(), recorder.slow)
                 evaluation = None
                 if verdict is not None:
                     break

@@ -23,7 +23,7 @@ from palm_jax.record.segments import Segment
 from palm_jax.record.steps import Flushed, Tell
 from palm_jax.replay import branches
 from palm_jax.spikes import history, policy
-from palm_jax.spikes.incidents import Incident, pinned
+from palm_jax.spikes.incidents import Alarm, Incident, pinned
 from palm_jax.step import Controls, controls
 
 # Of so many incidents the checkpoints are kept; each may pin four.
@@ -70,8 +70,10 @@ class Watch:
         limit = self._recorded.get(step)
         return controls(skip_above=self._detector.skip_above(step) if limit is None else limit)
 
-    def after(self, flushed: collections.abc.Sequence[Flushed]) -> Verdict | None:
-        """Take in steps whose records are on the disk.
+    def after(
+        self, flushed: collections.abc.Sequence[Flushed], slow: Alarm | None = None
+    ) -> Verdict | None:
+        """Take in steps whose records are on the disk, and whether they took long.
 
         Raises:
           CannotDo: a segment cannot be opened.
@@ -83,6 +85,8 @@ class Watch:
                 if verdict is None and isinstance(found, Incident) and found.outcome is not None:
                     verdict = self._judge(found)
             verdict = verdict or self._loss_scale(computed)
+        if slow is not None:
+            self._record(slow)
         self._pin()  # a checkpoint may have been on its way to the disk
         self._reap()
         self._book.flush()

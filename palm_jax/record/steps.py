@@ -15,6 +15,8 @@ from palm_jax.errors import CannotDo
 from palm_jax.plan import flops
 from palm_jax.record import logbook, profile
 from palm_jax.record.logbook import MICROBATCH_DIGESTS, History, Logbook
+from palm_jax.record.throughput import Throughput
+from palm_jax.spikes.incidents import Alarm
 
 Tell = collections.abc.Callable[[str, dict[str, Any]], None]  # (event, fields)
 Flushed = tuple[int, dict[str, Any]]  # a step and its computed fields
@@ -61,6 +63,8 @@ class StepRecorder:
         self.settings, self.segment = settings, segment
         self.book, self.history, self.summaries, self.tell = book, history, summaries, tell
         self.last: dict[str, Any] | None = None  # computed fields of the last flushed step
+        self.slow: Alarm | None = None  # of the last flush: the run has become slower
+        self._throughput = Throughput()
         self._pending: list[tuple[int, data.StepBatch, dict[str, jax.Array]]] = []
         device = jax.devices()[0]
         self._peak = settings.log.peak_flops or flops.peak_flops(device.device_kind)
@@ -150,6 +154,9 @@ class StepRecorder:
         ramp = self.settings.data.ramp
         num_sequences = sum(data.batch_size(ramp, batch.step) for _, batch, _ in pending)
         num_tokens = num_sequences * model.sequence_length
+        step, last, _ = pending[-1]
+        size = data.batch_size(ramp, last.step)
+        self.slow = self._throughput.add(step, size, seconds, num_tokens)
         rate = num_tokens / seconds
         mesh = self.settings.mesh
         num_devices = mesh.data_parallel * mesh.tensor
