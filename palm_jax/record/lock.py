@@ -85,7 +85,11 @@ def _owned(run: pathlib.Path) -> collections.abc.Iterator[None]:
 
 def _write(path: pathlib.Path, owner: dict[str, Any]) -> None:
     with path.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(owner) + "\n")
+        file.write(_text(owner))
+
+
+def _text(owner: dict[str, Any]) -> str:
+    return json.dumps(owner) + "\n"
 
 
 def _touch(path: pathlib.Path, mine: dict[str, Any], is_over: threading.Event) -> None:
@@ -95,8 +99,11 @@ def _touch(path: pathlib.Path, mine: dict[str, Any], is_over: threading.Event) -
             # Paused for so long that this process was taken for dead. Nothing of it may be saved.
             print(f"error: {path.parent} was taken over{_named(now)}", file=sys.stderr)
             os._exit(CannotDo.exit_code)
+        # Written anew, because not every mounted bucket lets a time be set.
         with contextlib.suppress(OSError):  # a disk that is away; the run's own writes tell
-            os.utime(path)
+            beside = path.with_name(f".{path.name}.{os.getpid()}")
+            beside.write_text(_text(mine), encoding="utf-8")
+            beside.replace(path)
 
 
 def _owner(run: pathlib.Path) -> dict[str, Any] | None:

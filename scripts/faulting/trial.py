@@ -151,11 +151,14 @@ class Place:
         self,
         run: str,
         num_processes: int = 1,
-        *,
+        *overrides: str,
+        only_second: collections.abc.Sequence[str] = (),
+        command: collections.abc.Sequence[str] = (),
         supervised: bool = False,
         largest_file: int | None = None,
         clock_jumps_by: float | None = None,
     ) -> list[Member]:
+        """Start training `run`, or another command about it, in so many processes."""
         environ = {}
         if clock_jumps_by is not None:
             (self.folder / "clock").mkdir(exist_ok=True)
@@ -163,8 +166,9 @@ class Place:
             path = os.environ.get("PYTHONPATH", "")
             environ["PYTHONPATH"] = f"{self.folder / 'clock'}{os.pathsep}{path}"
             environ["CLOCK_JUMPS_BY"] = str(clock_jumps_by)
-        command = [sys.executable, "-m", "palm_jax.cli", "train", "config.yaml"]
-        command += ["--run", run, "--json", *(["--supervise"] if supervised else [])]
+        train = ["train", "config.yaml", *overrides, "--run", run]
+        train += ["--supervise"] if supervised else []
+        command = [sys.executable, "-m", "palm_jax.cli", *(command or train), "--json"]
         if num_processes == 1:
             return [Member(command, self.folder, environ, largest_file, keeps=supervised)]
         command += [f"mesh.data={num_processes}", f"mesh.emulated_devices={num_processes}"]
@@ -175,7 +179,7 @@ class Place:
         environ["PALM_JAX_NUM_PROCESSES"] = str(num_processes)
         return [
             Member(
-                command,
+                [*command, *(only_second if n == 1 else ())],
                 self.folder,
                 {**environ, "PALM_JAX_PROCESS_ID": str(n)},
                 largest_file,
