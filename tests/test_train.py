@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -392,6 +393,23 @@ def test_device_arrays_do_not_pile_up_between_flushes(small, tmp_path):
     training.train(settings, tmp_path / "run", tell=tell)
     assert len(alive) == 3
     assert len(set(alive)) == 1
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_two_thousand_steps(small, tmp_path):
+    page, seen = os.sysconf("SC_PAGE_SIZE"), {}
+
+    def watch(event, fields):
+        if event == "step":
+            resident = int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * page
+            seen[fields["step"] + 1] = len(jax.live_arrays()), resident
+
+    many = {"steps": 2000, "log.every": 100, "checkpoint.every": 500, "checkpoint.keep_last": 2}
+    training.train(small(**many, **{"data.ramp": {"sizes": [8]}}), tmp_path / "run", tell=watch)
+    arrays = {count for step, (count, _) in seen.items() if 200 <= step < 2000}
+    assert len(arrays) == 1, seen
+    # Seen: 3 MiB, of detection's windows. The vitals of 1,000 steps would be 20,000 arrays.
+    assert seen[2000][1] - seen[1000][1] < 16 * 2**20, seen
 
 
 def test_training_reads_what_the_data_function_says(small, straight):

@@ -103,6 +103,7 @@ class Checkpoints:
         self._losses: dict[int, float | None] = {}
         self.pinned: set[int] = set()  # steps that are kept whatever the settings say
         self._saving: int | None = None  # the step of a background save
+        self._while_saving = contextlib.ExitStack()
         self._is_clean = False  # no leftovers of other processes, and Orbax knows the steps
         policies: list[Any] = [
             checkpoint_managers.LatestN(settings.keep_last),
@@ -184,6 +185,7 @@ class Checkpoints:
             state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(stored)
         )
         self._saving, self._losses[step] = step, loss
+        self._while_saving.enter_context(_no_abandoned_files())
         try:
             saved = self._manager.save(step, args=items)
         except Exception as error:
@@ -208,6 +210,8 @@ class Checkpoints:
             raise CannotDo(
                 f"saving the checkpoint of step {step} in {self.folder} failed: {_brief(error)}"
             ) from error
+        finally:
+            self._while_saving.close()
         if step is not None:
             self._saving = None
             self._empty_removed()
@@ -275,7 +279,7 @@ class Checkpoints:
     def _read_arrays(self, step: int, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         items = ocp.args.Composite(state=ocp.args.StandardRestore(_nested(targets)))
         try:
-            with _no_abandoned_reads():
+            with _no_abandoned_files():
                 return digests.named_leaves(self._manager.restore(step, args=items)["state"])
         except Exception as error:
             problem = f"its arrays cannot be read ({_brief(error)})"
@@ -412,8 +416,8 @@ class _PatientLoop(asyncio.SelectorEventLoop):
 
 
 @contextlib.contextmanager
-def _no_abandoned_reads() -> Iterator[None]:
-    """Let Orbax finish its other reads when one fails.
+def _no_abandoned_files() -> Iterator[None]:
+    """Let Orbax finish its other reads and writes when one fails.
 
     It closes the event loop under them, and each of them then protests on stderr, some from
     TensorStore's threads and much later. Orbax takes no event loop from its caller.

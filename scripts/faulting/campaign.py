@@ -19,7 +19,7 @@ from trial import SAVE_EVERY, STEPS, Hang, Member, Place, wait_for
 from palm_jax.record import logbook
 
 DAY = 86400.0
-LITTLE = (2000, 20_000)  # bytes: the logbook does not fit, or a checkpoint
+LITTLE = (2000, 8000)  # bytes: the logbook does not fit, or a checkpoint
 
 
 @dataclasses.dataclass

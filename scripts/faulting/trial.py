@@ -73,15 +73,25 @@ class Member:
             start_new_session=True,
             preexec_fn=limit,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._printed: list[str] = []
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read, self._read_out)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read_out(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            self._printed.extend(self.process.stdout)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said.append(line)
-            if line.startswith("step "):
-                self.step = int(line.split()[1].partition("/")[0])
+        with self.process.stderr:
+            for line in self.process.stderr:
+                self.said.append(line)
+                if line.startswith("step "):
+                    self.step = int(line.split()[1].partition("/")[0])
 
     def is_running(self) -> bool:
         return self.process.poll() is None
@@ -101,12 +111,14 @@ class Member:
     def end(self, patience_s: float = PATIENCE_S) -> tuple[int, dict[str, Any] | None]:
         """Exit code and what it printed as JSON; a process that does not end is an error."""
         try:
-            out, _ = self.process.communicate(timeout=patience_s)
+            self.process.wait(timeout=patience_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise Hang(f"a process did not end within {patience_s} s:\n{self.text()}") from None
-        self._reader.join(timeout=5)
-        return self.process.returncode, json.loads(out) if out.strip() else None
+        for reader in self._readers:
+            reader.join(timeout=5)
+        out = "".join(self._printed).strip()
+        return self.process.returncode, json.loads(out) if out else None
 
     def kill(self) -> None:
         for pid in {self.worker(), self.process.pid}:
