@@ -34,6 +34,7 @@ class TrainingProgress:
         self._bar: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
         self._signals = 0
+        self._began_at = 0  # step of the last start
 
     def __enter__(self) -> TrainingProgress:
         return self
@@ -61,6 +62,7 @@ class TrainingProgress:
             "decision": self._decision,
             "alert_failed": self._alert_failed,
             "verification": self._verification,
+            "phase": self._phase,
             "stop": self._stop,
         }
         show[event](fields)
@@ -80,6 +82,7 @@ class TrainingProgress:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def _start(self, fields: dict[str, Any]) -> None:
+        self._began_at = fields["step"]
         verb = f"continues at step {fields['step']}" if fields["step"] else "starts"
         environment = fields["environment"]
         self._print(
@@ -131,6 +134,11 @@ class TrainingProgress:
                 f"the first losses are a CPU's within {fields['difference']:.1e} "
                 f"({fields['tolerance']:.0e} is allowed)"
             )
+
+    def _phase(self, fields: dict[str, Any]) -> None:
+        # The first compilation was announced with the start; the rest is seldom worth a line.
+        if fields["phase"] == "compiles" and fields["step"] > self._began_at:
+            self._print(f"compiles for the batch size from step {fields['step']} on")
 
     def _verification(self, fields: dict[str, Any]) -> None:
         if fields["differing"]:

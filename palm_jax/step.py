@@ -420,6 +420,10 @@ class Program:
     traceable_step: Any  # jitted; `step` calls what was compiled from it
     compiled: dict[int, CompiledStep] = dataclasses.field(default_factory=dict)  # by batch size
 
+    def is_compiled(self, batch: jax.Array) -> bool:
+        """Whether a step of a batch of this size begins at once."""
+        return int(np.prod(batch.shape[:3])) in self.compiled
+
     def step(
         self, state: TrainState, batch: jax.Array, controls: Controls
     ) -> tuple[TrainState, Vitals]:

@@ -80,7 +80,8 @@ def train(
     Where `spikes.policy` rolls the run back, it goes on in the segment that this opens.
 
     Args:
-      tell: is told of each event as it enters the logbook.
+      tell: is told of each event as it enters the logbook, and of each `phase` that may take
+        long: before compiling, evaluating, verifying.
       stop_requested: asked after every step; names the reason to save and stop, or None.
       allow_environment: continue although the environment may give other bits.
       keep: save checkpoints and evaluate at the end; an experiment may do without.
@@ -195,7 +196,10 @@ def _train_segment(
                 program = course.program_at(step)
                 tokens = program.put(batch.tokens)
                 if due(step, settings.verify.every):
+                    tell("phase", {"phase": "verifies", "step": step})
                     recorder.leave_out(_verify(program, state, tokens, segment, step, book, tell))
+                if not program.is_compiled(tokens):
+                    tell("phase", {"phase": "compiles", "step": step})
                 with trace.step(step):
                     state, vitals = program.step(state, tokens, watch.controls(step))
                 recorder.leave_out(programs_noted.note(step, program))
@@ -212,6 +216,7 @@ def _train_segment(
                 if verdict is not None:
                     break
                 if to_evaluate:
+                    tell("phase", {"phase": "evaluates", "step": done})
                     evaluation = evaluate(program, state.params, corpus)
                     _record_evaluation(book, summaries, tell, segment, done, evaluation)
                     recorder.restart_clock()

@@ -17,8 +17,8 @@ class Pace:
 
     def hear(self, event: str, at: float) -> None:
         """Take in that `event` was told of at `at`, in seconds of a clock that never jumps."""
-        if event == "start":
-            self._last_steps = None  # what follows compiles
+        if event in ("start", "phase"):  # what follows compiles, evaluates or verifies
+            self._last_steps = None
         elif event == "step":
             if self._last_steps is not None:
                 self._intervals.append(at - self._last_steps)

@@ -23,6 +23,9 @@ SETTINGS = config.Supervise(stall_factor=10, stall_s=20, start_s=1000)
         # A rollback starts again, and compiles again.
         ([("start", 0), ("step", 5), ("step", 10), ("start", 11)], 1000),
         ([("start", 0), ("step", 5), ("step", 10), ("start", 11), ("step", 300)], 50),
+        # A larger batch compiles, and an evaluation may take long.
+        ([("start", 0), ("step", 5), ("step", 10), ("phase", 11)], 1000),
+        ([("start", 0), ("step", 5), ("step", 10), ("phase", 11), ("evaluation", 90)], 1000),
     ],
 )
 def test_limit_follows_the_usual_time_between_news(news, expected):
