@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import errno
 import json
 import math
 import os
@@ -24,7 +24,7 @@ import pathlib
 import re
 import shutil
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,21 +35,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from palm_jax import config
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.record import digests
-
-_STEP = re.compile(r"0|[1-9][0-9]*")
-_TEMPORARY = ".orbax-checkpoint-tmp"
-# Orbax moves what the policy drops here, in one rename: a process killed while deleting
-# leaves no step that looks complete and has lost its arrays.
-_REMOVED = "removed"
-# Present in every checkpoint that was completed.
-_MARKS = (
-    "commit_success.txt",
-    "_CHECKPOINT_METADATA",
-    "state/_METADATA",
-    "state/manifest.ocdbt",
-    "record/metadata",
-)
+from palm_jax.record import digests, inventory
 
 
 class _KeepBest:
@@ -117,28 +103,25 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 create=False,
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-                todelete_subdir=_REMOVED,
+                todelete_subdir=inventory.REMOVED,
                 lightweight_initialize=True,  # reads nothing that could be damaged
             ),
         )
 
     def steps(self) -> list[int]:
         """Steps that have a complete checkpoint on the disk, ascending."""
-        return complete_steps(self.folder)
+        return inventory.steps(self.folder)
 
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
 
     def leftovers(self) -> list[str]:
         """Names in the folder left by a save that never ended; the next `save` removes them."""
-        in_progress = f"{self._saving}{_TEMPORARY}"
-        return sorted(
-            path.name
-            for path in self._entries()
-            if (_TEMPORARY in path.name and path.name != in_progress)
-            or (path.name == _REMOVED and self._saving is None)
-            or (_STEP.fullmatch(path.name) and not _is_complete(path))
-        )
+        found = inventory.leftovers(self.folder)
+        if self._saving is None:
+            return found
+        ours = (f"{self._saving}{inventory.TEMPORARY}", inventory.REMOVED)
+        return [name for name in found if name not in ours]
 
     def save(
         self, step: int, state: Any, record: Mapping[str, Any], held_out_loss: float | None
@@ -179,7 +162,7 @@ class Checkpoints:
             "digest": {"whole": digest.whole, "leaves": digest.leaves},
         }
         assert not record.keys() & stored.keys(), f"taken by save itself: {sorted(stored)}"
-        stored["checksum"] = _checksum(stored)
+        stored["checksum"] = inventory.checksum(stored)
         arrays = _nested({path: _detached(leaf) for path, leaf in leaves.items()})
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(stored)
@@ -276,6 +259,71 @@ class Checkpoints:
         state = jax.tree.unflatten(jax.tree.structure(like), [restored[p] for p in targets])
         return state, _public(stored)
 
+    def verify(
+        self, step: int, tell: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[str]:
+        """Read a checkpoint completely, and compare it with its record.
+
+        On one CPU device and leaf by leaf: it needs neither the model nor a mesh, and memory for
+        the largest leaf only.
+
+        Args:
+          step: one of `steps()`.
+          tell: is told how many bytes were read, of how many, before and after each leaf.
+        Returns:
+          what is damaged, by leaf; nothing if the checkpoint is sound.
+        Raises:
+          CannotDo: it cannot be read here, which says nothing about the checkpoint.
+        """
+        self.wait()
+        try:
+            stored = inventory.stored(self.folder, step)
+        except (OSError, ValueError) as error:
+            self._refuse_if_not_damage(step, error)
+            return [f"its record is unreadable ({error})"]
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        targets = {path: digests.described(x, sharding) for path, x in stored["leaves"].items()}
+        found: dict[str, str] = {}
+        problems, done, total = [], 0, bytes_of(targets)
+        tell(done, total)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader, _no_abandoned_files():
+            for path, target in targets.items():
+                try:
+                    leaf = self._read_leaf(reader, step, targets, path)
+                    found[path] = digests.digest(leaf).leaves[""]
+                except Exception as error:
+                    self._refuse_if_not_damage(step, error)
+                    problems.append(f"{path} cannot be read ({_brief(error)})")
+                else:
+                    if found[path] != stored["digest"]["leaves"][path]:
+                        problems.append(f"{path} has other bits than were saved")
+                done += bytes_of(target)
+                tell(done, total)
+        if not problems and digests.joined(found, targets).whole != stored["digest"]["whole"]:
+            problems.append("another digest of the whole than was saved")
+        return problems
+
+    def _read_leaf(
+        self, reader: Any, step: int, targets: dict[str, jax.ShapeDtypeStruct], path: str
+    ) -> jax.Array:
+        """One array. Fails also where the checkpoint has leaves that are not among `targets`."""
+        target = targets[path]
+        items: dict[str, Any] = {**dict.fromkeys(targets, ocp.PLACEHOLDER), path: target}
+        how = ocp.ArrayRestoreArgs(
+            sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
+        )
+        hows = {**dict.fromkeys(targets, ocp.RestoreArgs()), path: how}
+        arguments = ocp.args.PyTreeRestore(item=_nested(items), restore_args=_nested(hows))
+        read = reader.restore(self.folder / str(step) / "state", args=arguments)
+        return digests.named_leaves(read)[path]
+
+    def _refuse_if_not_damage(self, step: int, error: Exception) -> None:
+        """Raise CannotDo for what says more of the machine than of the checkpoint."""
+        if any(map(_is_of_the_machine, _causes(error))):
+            raise CannotDo(
+                f"checkpoint {step} in {self.folder} cannot be read here: {_brief(error)}"
+            ) from error
+
     def _read_arrays(self, step: int, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         items = ocp.args.Composite(state=ocp.args.StandardRestore(_nested(targets)))
         try:
@@ -306,24 +354,15 @@ class Checkpoints:
             listed = ", ".join(map(str, there)) if there else "none"
             raise WrongInput(f"there is no checkpoint {step} in {self.folder}; there are: {listed}")
         try:
-            return self._read_stored(step)
+            return inventory.stored(self.folder, step)
         except (OSError, ValueError) as error:
             raise CannotDo(self._damaged(step, f"its record is unreadable ({error})")) from error
-
-    def _read_stored(self, step: int) -> dict[str, Any]:
-        text = (self.folder / str(step) / "record" / "metadata").read_text(encoding="utf-8")
-        stored = json.loads(text)
-        if not isinstance(stored, dict) or stored.pop("checksum", None) != _checksum(stored):
-            raise ValueError("its checksum does not fit")
-        if stored["step"] != step:
-            raise ValueError(f"it is the record of step {stored['step']}")
-        return stored
 
     def _damaged(self, step: int, problem: str) -> str:
         usable = None
         for older in reversed([s for s in self.steps() if s < step]):
             try:
-                self._read_stored(older)
+                inventory.stored(self.folder, older)
             except (OSError, ValueError):
                 continue  # damaged as well; look further back
             usable = older
@@ -331,20 +370,12 @@ class Checkpoints:
         remedy = "there is no older one" if usable is None else f"use step {usable} instead"
         return f"checkpoint {step} in {self.folder} is damaged: {problem}; {remedy}"
 
-    def _entries(self) -> list[epath.Path]:
-        return list(self.folder.iterdir()) if self.folder.exists() else []
-
     def _clean(self) -> None:
         """Create the folder, remove leftovers, and tell Orbax which steps there are."""
         try:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for name in self.leftovers():
-                    path = self.folder / name
-                    if path.is_dir():
-                        path.rmtree()
-                    else:
-                        path.unlink()
+                inventory.remove(self.folder, self.leftovers())
             self._empty_removed()
         except OSError as error:
             raise CannotDo(f"cannot prepare {self.folder} for checkpoints: {error}") from error
@@ -354,26 +385,18 @@ class Checkpoints:
         self._losses.clear()
         for step in self.steps():
             try:
-                self._losses[step] = self._read_stored(step)["held_out_loss"]
+                self._losses[step] = inventory.stored(self.folder, step)["held_out_loss"]
             except (OSError, ValueError):
                 self._losses[step] = None  # damaged: `restore` says so, and it is never best
         self._is_clean = True
 
     def _empty_removed(self) -> None:
-        removed = self.folder / _REMOVED
+        removed = self.folder / inventory.REMOVED
         if jax.process_index() == 0 and removed.exists():
             removed.rmtree()
 
     def _forget_failed_save(self) -> None:
         self._saving, self._is_clean = None, False
-
-
-def complete_steps(folder: pathlib.Path | epath.Path) -> list[int]:
-    """Steps that have a complete checkpoint in `folder`, which need not exist; ascending."""
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(
-        int(name) for name in names if _STEP.fullmatch(name) and _is_complete(folder / name)
-    )
 
 
 def bytes_of(state_like: Any) -> int:
@@ -430,20 +453,38 @@ def _no_abandoned_files() -> Iterator[None]:
         asyncio.new_event_loop = usual
 
 
+# What TensorStore and JAX say when memory, a disk or a permission is wanting.
+_NOT_DAMAGE = re.compile(
+    "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|CANCELLED"
+)
+_DAMAGES = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}  # of the errors of a file system
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno not in _DAMAGES
+    return _NOT_DAMAGE.search(str(error)) is not None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what led to it, the first cause last."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
 def _brief(error: BaseException) -> str:
     """The first cause, in one line: Orbax and TensorStore write pages."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    *_, error = _causes(error)
     line = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return line if len(line) <= 300 else line[:300] + "..."
 
 
 def _public(stored: dict[str, Any]) -> dict[str, Any]:
     return {**stored["record"], **{key: x for key, x in stored.items() if key != "record"}}
-
-
-def _is_complete(path: pathlib.Path | epath.Path) -> bool:
-    return all((path / mark).exists() for mark in _MARKS)
 
 
 def _detached(leaf: jax.Array) -> jax.Array:
@@ -468,8 +509,3 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
         assert name not in place, f"two leaves lie at {path}"
         place[name] = leaf
     return nested
-
-
-def _checksum(stored: dict[str, Any]) -> str:
-    text = json.dumps(stored, sort_keys=True, allow_nan=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

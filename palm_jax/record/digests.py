@@ -17,7 +17,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -74,6 +74,13 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def describe(leaf: Any) -> str:
     """Dtype and shape of an array or ShapeDtypeStruct, such as `float32[8,16]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def described(text: str, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """The array that `describe` describes."""
+    dtype, _, dims = text.removesuffix("]").partition("[")
+    shape = tuple(int(dim) for dim in dims.split(",") if dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
 
 def _bit_words(path: str, x: jax.Array) -> list[jax.Array]:
@@ -175,8 +182,18 @@ def digest_tree(tree: Any) -> dict[str, jax.Array]:
 def digest(tree: Any) -> Digest:
     """Digest of the bits of `tree`; waits for the devices. Errors as in `leaf_digests`."""
     words = jax.device_get(digest_tree(tree))
-    leaves = {path: f"{first:08x}{second:08x}" for path, (first, second) in sorted(words.items())}
-    named = named_leaves(tree)
+    leaves = {path: f"{first:08x}{second:08x}" for path, (first, second) in words.items()}
+    return joined(leaves, named_leaves(tree))
+
+
+def joined(leaves: Mapping[str, str], named: Mapping[str, Any]) -> Digest:
+    """Digest of a tree whose leaves were digested one by one.
+
+    Args:
+      leaves: the digest of each leaf, by path.
+      named: arrays or ShapeDtypeStructs of the same paths.
+    """
+    leaves = dict(sorted(leaves.items()))
     rows = [
         [path, str(named[path].dtype), list(named[path].shape), hexadecimal]
         for path, hexadecimal in leaves.items()

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from palm_jax import config
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.record import checkpoints, folder
+from palm_jax.record import folder, inventory
 
 _NEW = ".copying"
 _LOOK_S = 0.2
@@ -114,10 +114,10 @@ def copy(run: folder.RunFolder, there: folder.RunFolder, keep_last: int) -> None
     Of each segment's checkpoints the newest is copied, and the newest `keep_last` stay.
     """
     for number in range(run.last_segment() + 1):
-        steps = checkpoints.complete_steps(run.checkpoints(number))
+        steps = inventory.steps(run.checkpoints(number))
         for step in steps[-1:]:
             _copy_folder(run.checkpoints(number) / str(step), there.checkpoints(number) / str(step))
-        held = checkpoints.complete_steps(there.checkpoints(number))
+        held = inventory.steps(there.checkpoints(number))
         for step in held[:-keep_last]:
             _remove(there.checkpoints(number) / str(step))
         _copy_files(run.segment(number).glob("*.json"), there.segment(number))
@@ -148,7 +148,7 @@ def bring_back(settings: config.Config, run: pathlib.Path) -> int | None:
         raise CannotDo(
             f"cannot bring {run} back from checkpoint.mirror={mirror}: {error}"
         ) from error
-    steps = checkpoints.complete_steps(there.checkpoints(there.last_segment()))
+    steps = inventory.steps(there.checkpoints(there.last_segment()))
     return max(steps, default=0)
 
 

@@ -9,7 +9,7 @@ from runs import StopAfter
 
 from palm_jax import train
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.record import checkpoints, folder, logbook, mirror
+from palm_jax.record import folder, inventory, logbook, mirror
 
 
 def files(path):
@@ -22,7 +22,7 @@ def files(path):
 
 
 def steps_in(run):
-    return checkpoints.complete_steps(folder.RunFolder(run).checkpoints(0))
+    return inventory.steps(folder.RunFolder(run).checkpoints(0))
 
 
 @pytest.fixture
