@@ -23,11 +23,8 @@ from palm_jax.record.segments import Segment
 from palm_jax.record.steps import Flushed, Tell
 from palm_jax.replay import branches
 from palm_jax.spikes import history, policy
-from palm_jax.spikes.incidents import Alarm, Incident, pinned
+from palm_jax.spikes.incidents import NEWEST_PINNED, Alarm, Incident, pinned
 from palm_jax.step import Controls, controls
-
-# Of so many incidents the checkpoints are kept; each may pin four.
-NEWEST_PINNED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Watch:
         self._told = history.told(run)
         # A step that is executed again has the limit that it had.
         self._recorded = logbook.skip_limits(run.path, segment.segment)
-        self._onsets = _onsets(run, segment.segment)
+        self._onsets = history.onsets(run).get(segment.segment, [])
         self._alerts: list[subprocess.Popen[str]] = []
         self._pin()
 
@@ -214,14 +211,3 @@ class Watch:
                 fields = {"command": self._settings.log.alert_command, "exit_code": code}
                 self._say("alert_failed", fields)
         self._alerts = running
-
-
-def _onsets(run: RunFolder, segment: int) -> list[int]:
-    """Of the incidents recorded in a segment, in the order of their detection."""
-    return [
-        record["onset"]
-        for record in logbook.scan(run.path)
-        if isinstance(record, dict)
-        and record["event"] == "incident"
-        and record["segment"] == segment
-    ]

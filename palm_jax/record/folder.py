@@ -32,13 +32,17 @@ class RunFolder:
     def segment(self, number: int) -> pathlib.Path:
         return self.path / "segments" / f"{number:03d}"
 
-    def last_segment(self) -> int:
+    def segments(self) -> list[int]:
+        """Their numbers, ascending; at least one. Raises CannotDo if there is none."""
         folder = self.path / "segments"
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         numbers = [int(name) for name in names if name.isdigit()]
         if not numbers:
             raise CannotDo(f"{self.path} is damaged: {folder} holds no segment; restore it")
-        return max(numbers)
+        return sorted(numbers)
+
+    def last_segment(self) -> int:
+        return self.segments()[-1]
 
     def checkpoints(self, segment: int) -> pathlib.Path:
         return self.segment(segment) / "checkpoints"

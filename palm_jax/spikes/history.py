@@ -161,6 +161,18 @@ def told(run: RunFolder) -> set[tuple[Any, ...]]:
     }
 
 
+def onsets(run: RunFolder) -> dict[int, list[int]]:
+    """By segment, the onsets of its recorded incidents in the order of their detection.
+
+    Errors as in `logbook.scan`.
+    """
+    found: dict[int, list[int]] = {}
+    for record in logbook.scan(run.path):
+        if isinstance(record, dict) and record["event"] == "incident":
+            found.setdefault(record["segment"], []).append(record["onset"])
+    return found
+
+
 def rollbacks(run: RunFolder, segment: int | None = None) -> list[Rollback]:
     """The rollbacks that led to a history. Errors as in `chain` and `logbook.scan`.
 

@@ -142,6 +142,8 @@ class Unfolding:
 
 
 NUM_PINNED = 4
+# Of so many incidents of a segment the checkpoints are kept.
+NEWEST_PINNED = 3
 
 
 def pinned(onset: int, checkpoint_steps: Iterable[int], settings: Spikes) -> tuple[int, ...]:

@@ -130,6 +130,27 @@ def test_a_run_without_trouble_is_told_in_three_entries(tmp_path):
     )
 
 
+def test_a_pruned_newest_checkpoint_makes_going_on_after_a_crash_cost_more(tmp_path):
+    crashed = [start("10:00:00", 0, 0, 16), *steps(0, 4), saved("10:00:02", 4)]
+    crashed += [*steps(4, 8), saved("10:00:04", 8), *steps(8, 10)]
+    fields = {"segment": 0, "steps": [8], "damaged": [8], "newest_left": 4, "bytes": 12345}
+    other = event("pruned", "11:00:00", **fields | {"segment": 3, "newest_left": 0})
+    run = write(tmp_path / "run", crashed, [other], [event("pruned", "12:00:00", **fields)])
+    told = chronicle.render(run)
+    assert "To go on from step 4 would cost: 6 recorded steps (4 to 9), 3.0 s" in told
+    assert (
+        """\
+## 2026-03-01 12:00:00 UTC: checkpoints of segment 0 removed
+
+- Steps: 8.
+- Damaged were: 8.
+- The newest state left is that of step 4.
+- Freed: 12,345 bytes.
+"""
+        in told
+    )
+
+
 def crashed(run: pathlib.Path) -> list[list[dict[str, Any]]]:
     """Dies after step 11 with step 8 saved; goes on, and finishes."""
     return [
@@ -734,6 +755,7 @@ FIELDS = [
     "first", "again", "attempt", "at", "changes",
     "exclusions", "branch", "reason", "text", "time",
     "kind", "vital", "action", "incident", "value", "folder", "onset", "detected",
+    "damaged", "newest_left", "bytes",
 ]  # fmt: skip
 EVENTS = [*teller.PLACE, "surprise", "step"]
 

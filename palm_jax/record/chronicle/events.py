@@ -97,6 +97,17 @@ def restart(record: Record) -> list[str]:
     ]
 
 
+def pruned(record: Record) -> list[str]:
+    lines = [f"Steps: {words.told(record.get('steps'))}."]
+    if record.get("damaged"):
+        lines.append(f"Damaged were: {words.told(record['damaged'])}.")
+    if values.is_whole(record.get("newest_left")):
+        lines.append(f"The newest state left is that of step {record['newest_left']:,}.")
+    if values.is_whole(record.get("bytes")):
+        lines.append(f"Freed: {record['bytes']:,} bytes.")
+    return lines
+
+
 def table(totals: dict[str, Any]) -> str:
     redone, left = (
         words.duration(totals["redone_seconds"]),

@@ -25,6 +25,7 @@ PLACE = {
     "difference": ("segment", "step"),
     "intervention": ("segment", "from_step"),
     "promotion": ("segment", "from_step"),
+    "pruned": ("segment",),
     "alarm": ("segment", "step"),
     "alert_failed": (),
     "parity": ("segment", "step"),
@@ -157,6 +158,7 @@ class Teller:
             "difference": self._difference,
             "intervention": self._intervention,
             "promotion": self._promotion,
+            "pruned": self._pruned,
             "profile": self._profile,
             "alarm": self._alarm,
             "alert_failed": self._alert_failed,
@@ -424,6 +426,14 @@ class Teller:
 
     def _alert_failed(self, record: Record) -> None:
         self._tell("nobody was alerted", events.alert_failed(record))
+
+    def _pruned(self, record: Record) -> None:
+        self._tell(f"checkpoints of segment {record['segment']} removed", events.pruned(record))
+        newest = record.get("newest_left")
+        if self._dead is not None and values.is_whole(newest):
+            process, _ = self._dead
+            if process.segment == record["segment"]:
+                process.saved = min(process.saved, newest)
 
     def _parity(self, record: Record) -> None:
         where = f"step {record['step']} of segment {record['segment']}"
