@@ -296,6 +296,25 @@ class ReplayProgress(_Bar):
         self._bar.update(self._task, completed=done)
 
 
+class VerificationProgress(_Bar):
+    """Shows how much of each checkpoint was read: (which, bytes read, bytes in all)."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            rich.progress.TextColumn("{task.description}"), rich.progress.DownloadColumn()
+        )
+        self._tasks: dict[str, rich.progress.TaskID] = {}
+
+    def __call__(self, which: str, done: int, total: int) -> None:
+        if which not in self._tasks:
+            for finished in self._tasks.values():
+                self._bar.update(finished, visible=False)
+            self._tasks[which] = self._bar.add_task(f"reading {which}", total=total)
+            if self._bar.disable:
+                self._console.print(f"reading {which} ...", markup=False)
+        self._bar.update(self._tasks[which], completed=done)
+
+
 class DiagnosisProgress(_Bar):
     """Shows the arms of a diagnosis as they are executed, and what each one gave."""
 

@@ -18,6 +18,7 @@ import typer
 
 from palm_jax.cli import (
     branch,
+    checkpoints,
     compile,
     data,
     doctor,
@@ -55,6 +56,7 @@ app.command(
 )(replay.bundle)
 app.add_typer(branch.app, name="branch")
 app.add_typer(spikes.app, name="spikes")
+app.add_typer(checkpoints.app, name="checkpoints")
 app.command(
     epilog="Example: palm-jax intervene runs/quickstart --at 200 schedule.peak=0.01 "
     "--reason 'the norm drifts'"

@@ -6,6 +6,7 @@ import collections.abc
 import json
 import logging
 import math
+import os
 import pathlib
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 from palm_jax import config
 from palm_jax.errors import WrongInput
 
-DIFFERENT, GAVE_UP, STOPPED_BY_SIGNAL = 1, 1, 4
+DIFFERENT, DAMAGED, GAVE_UP, STOPPED_BY_SIGNAL = 1, 1, 1, 4
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to override.")
@@ -69,6 +70,16 @@ def prepare_jax(settings: config.Config) -> None:
     # A loss may be NaN; that is for the logbook and the curves to show.
     logging.getLogger("tensorboardX").setLevel(logging.ERROR)
     starting.start(settings)
+
+
+def prepare_one_cpu(settings: config.Config) -> None:
+    """As `prepare_jax`, for what only reads arrays: one CPU device, in this process alone."""
+    from palm_jax import meeting
+
+    # Whoever set these meant the processes that train; nobody comes to meet this one.
+    for name in (meeting.COORDINATOR, meeting.NUM_PROCESSES, meeting.PROCESS):
+        os.environ.pop(name, None)
+    prepare_jax(settings.model_copy(update={"mesh": config.Mesh(emulated_devices=1)}))
 
 
 def print_json(fields: dict[str, Any]) -> None:
