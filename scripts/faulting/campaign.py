@@ -141,8 +141,11 @@ class Trial:
         # What is damaged is refused, or does not matter; what is refused is removed.
         again = self.place.start(self.run, self.outcome.processes)
         self.allowed = {0, 3, 6, -9, 137}
-        if any(member.end()[0] == 3 for member in again) and newest is not None:
-            shutil.rmtree(newest)
+        if any(member.end()[0] == 3 for member in again):
+            prune = ["checkpoints", "prune", self.run, "--damaged"]
+            (pruning,) = self.place.start(self.run, command=prune)
+            code, said = pruning.end()
+            assert code == 0 and said and said["freed_bytes"], pruning.text()
         return []
 
     def torn(self) -> list[Member]:
