@@ -145,7 +145,9 @@ class Trial:
             prune = ["checkpoints", "prune", self.run, "--damaged"]
             (pruning,) = self.place.start(self.run, command=prune)
             code, said = pruning.end()
-            assert code == 0 and said and said["freed_bytes"], pruning.text()
+            assert code == 0, pruning.text()
+            assert said is not None
+            assert said["freed_bytes"] > 0
         return []
 
     def torn(self) -> list[Member]:
