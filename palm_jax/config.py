@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
+from palm_jax import files
 from palm_jax.errors import WrongInput
 
 # What may change when a run is resumed, sections or single settings: none of it can change
@@ -39,28 +40,45 @@ MAY_CHANGE_ON_RESUME = (
 # Nor can these, where numerics.reduction is canonical.
 MAY_CHANGE_IF_CANONICAL = ("mesh.data", "mesh.fsdp", "mesh.emulated_devices")
 
-PositiveInt = Annotated[int, pydantic.Field(gt=0)]
-NaturalInt = Annotated[int, pydantic.Field(ge=0)]
+MOST_STEPS = 2**31 - 1
+# Whatever is worked out from a few of them still is a number.
+_END = 2**53
+PositiveInt = Annotated[int, pydantic.Field(gt=0, lt=_END)]
+NaturalInt = Annotated[int, pydantic.Field(ge=0, lt=_END)]
+# A batch is a list of its sequences' numbers before it is read.
+BatchSize = Annotated[int, pydantic.Field(gt=0, le=2**20)]
 PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
+# What timers take.
+Seconds = Annotated[float, pydantic.Field(gt=0, le=1e7)]
+WholeSeconds = Annotated[int, pydantic.Field(gt=0, le=10**7)]
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 def _power_of_two(value: float) -> float:
     """Scaling by these is exact, and their products with gradients stay within float32."""
-    if value <= 0 or math.frexp(value)[0] != 0.5 or not 2.0**-40 <= value <= 2.0**40:
-        raise ValueError(f"{value!r} must be a power of two from 2^-40 to 2^40")
-    return value
+    if not 2.0**-40 <= value <= 2.0**40 or math.frexp(value)[0] != 0.5:
+        raise ValueError(f"{_short(value)} must be a power of two from 2^-40 to 2^40")
+    return float(value)
 
 
 def _loss_scale(value: object) -> str | float:
     if isinstance(value, str) and value in ("dynamic", "none"):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return _power_of_two(float(value))
-    raise ValueError(f"{value!r} must be dynamic, none or a power of two")
+        return _power_of_two(value)
+    raise ValueError(f"{_short(value)} must be dynamic, none or a power of two")
 
 
 PowerOfTwo = Annotated[float, pydantic.AfterValidator(_power_of_two)]
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(f"{_short(text)} is no name of a file")
+    return text
+
+
+Place = Annotated[str, pydantic.AfterValidator(_without_nul)]
 LossScale = Annotated[str | float, pydantic.BeforeValidator(_loss_scale)]
 
 
@@ -79,7 +97,7 @@ class Model(Section):
     num_heads: PositiveInt
     head_size: PositiveInt  # 256 in the paper's models
     feed_forward: PositiveInt | None = None  # default 4 x width, at full width for SwiGLU
-    vocabulary_size: Annotated[int, pydantic.Field(ge=2)]  # with the end-of-document id
+    vocabulary_size: Annotated[int, pydantic.Field(ge=2, lt=_END)]  # with the end-of-document id
     vocabulary_multiple: PositiveInt = 128  # the table is padded up to a multiple of this
     sequence_length: PositiveInt  # targets per sequence
     norm: Literal["rms", "layernorm"] = "rms"  # "rms": no mean, scale stored around zero
@@ -115,21 +133,21 @@ class Ramp(Section):
     """
 
     starts: tuple[NaturalInt, ...] = (0,)
-    sizes: tuple[PositiveInt, ...]  # sequences per step
+    sizes: tuple[BatchSize, ...]  # sequences per step
 
     @pydantic.model_validator(mode="after")
     def _one_size_per_stage(self) -> Ramp:
         rising = all(a < b for a, b in zip(self.starts, self.starts[1:], strict=False))
         if len(self.starts) != len(self.sizes) or self.starts[:1] != (0,) or not rising:
             raise ValueError(
-                f"starts={list(self.starts)}, sizes={list(self.sizes)}: "
+                f"starts={_short(list(self.starts))}, sizes={_short(list(self.sizes))}: "
                 "need one size per stage, and starts that rise from 0"
             )
         return self
 
 
 class Data(Section):
-    corpus: str  # folder written by `palm-jax data prepare`
+    corpus: Place  # folder written by `palm-jax data prepare`
     ramp: Ramp
     read_threads: PositiveInt = 2
     prefetch_steps: PositiveInt = 4
@@ -257,7 +275,7 @@ class Checkpoint(Section):
     keep_best: NaturalInt = 1  # by held-out loss
     keep_every: PositiveInt | None = None  # steps
     # A second folder for the run, on a disk that stays where the first may vanish.
-    mirror: str | None = None
+    mirror: Place | None = None
     mirror_every: PositiveInt | None = None  # steps; null: each checkpoint
 
 
@@ -271,17 +289,19 @@ class Spikes(Section):
     policy: Literal["observe", "skip_update", "rollback", "rollback_healthy", "stop"] = "observe"
 
     # A loss is flagged above level + `sigmas` of the window's spread, or above level + `jump`.
-    window: Annotated[int, pydantic.Field(ge=9)] = 100  # steps that the level comes from
-    min_history: Annotated[int, pydantic.Field(ge=9)] = 30  # fewer give no spread
+    window: Annotated[int, pydantic.Field(ge=9, lt=_END)] = 100  # steps that the level comes from
+    min_history: Annotated[int, pydantic.Field(ge=9, lt=_END)] = 30  # fewer give no spread
     sigmas: PositiveFloat = 6.0
     least_sigma: PositiveFloat = 0.003  # nats; a spread is taken to be at least this
     jump: PositiveFloat = 1.0  # nats
     drift: PositiveFloat = 0.1  # nats by which a slow rise lies above the best level
-    stall_steps: Annotated[int, pydantic.Field(ge=600)] = 1000  # and at least a quarter of the run
+    stall_steps: Annotated[int, pydantic.Field(ge=600, lt=_END)] = (
+        1000  # and at least a quarter of the run
+    )
     least_fall: PositiveFloat = 0.01  # nats; who falls by less in so many steps has stalled
 
     # An incident is over after `recover_steps` good steps in a row, or judged.
-    patience_steps: Annotated[int, pydantic.Field(ge=8)] = 100
+    patience_steps: Annotated[int, pydantic.Field(ge=8, lt=_END)] = 100
     recover_steps: PositiveInt = 5
     nonfinite_steps: PositiveInt = 5  # in a row: diverged, without waiting
 
@@ -319,8 +339,8 @@ class Verify(Section):
 class Distributed(Section):
     """Several processes of one run (docs/faults.md)."""
 
-    timeout_s: PositiveInt = 100  # without a sign of life from another process, the run ends
-    start_timeout_s: PositiveInt = 300  # for all to start, and to agree about what they train
+    timeout_s: WholeSeconds = 100  # without a sign of life from another process, the run ends
+    start_timeout_s: WholeSeconds = 300  # for all to start, and to agree about what they train
     denied_hosts: tuple[str, ...] = ()  # no process of the run starts on these
 
 
@@ -328,12 +348,12 @@ class Supervise(Section):
     """What `palm-jax train --supervise` takes for a hang, and how often it starts anew."""
 
     restarts: PositiveInt = 5  # in a row, without a newer checkpoint
-    backoff_s: Annotated[float, pydantic.Field(ge=0)] = 5.0  # then twice as long each time
-    longest_backoff_s: PositiveFloat = 300.0
+    backoff_s: Annotated[float, pydantic.Field(ge=0, le=1e7)] = 5.0  # then twice as long each time
+    longest_backoff_s: Seconds = 300.0
     # No news for so long is a hang: at least `stall_s`, and `stall_factor` times the median.
-    stall_factor: Annotated[float, pydantic.Field(gt=1)] = 10.0
-    stall_s: PositiveFloat = 600.0
-    start_s: PositiveFloat = 3600.0  # likewise, until the first steps are done
+    stall_factor: Annotated[float, pydantic.Field(gt=1, le=1e6)] = 10.0
+    stall_s: Seconds = 600.0
+    start_s: Seconds = 3600.0  # likewise, until the first steps are done
 
 
 class Log(Section):
@@ -362,13 +382,13 @@ class Log(Section):
         if profile is not None:
             found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", profile)
             if found is None or int(found[1]) >= int(found[2]):
-                raise ValueError(f"{profile!r} must be A:B with whole numbers, 0 <= A < B")
+                raise ValueError(f"{_short(profile)} must be A:B with whole numbers, 0 <= A < B")
         return profile
 
 
 class Config(Section):
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
-    steps: Annotated[int, pydantic.Field(gt=0, lt=2**31)]
+    steps: Annotated[int, pydantic.Field(gt=0, le=MOST_STEPS)]
     model: Model
     data: Data
     optimizer: Annotated[Adafactor | AdamW, pydantic.Field(discriminator="name")] = Adafactor()
@@ -434,8 +454,44 @@ class Config(Section):
         return self
 
 
+# Of a config file; and what may be in it, written out.
+_MOST_BYTES, _MOST_VALUES = 2**18, 10_000
+_MOST_BASES = 20  # one below the other
+_MOST_PROBLEMS = 20  # told at once
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers, and a repeated key is an error."""
+    """YAML 1.2's numbers; a repeated key, a tag and aliases that multiply are errors."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[int, int] = {}  # by node: values in it, with all that aliases repeat
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()
+
+        def refused(problem: str) -> yaml.composer.ComposerError:
+            return yaml.composer.ComposerError(None, None, problem, event.start_mark)
+
+        # SafeLoader's own tags run nothing, but it does not expect `!!int ""` or `!!bool x`.
+        if getattr(event, "tag", None) is not None:
+            raise refused(f"the tag {event.tag}: plain values have none")
+        node = super().compose_node(parent, index)
+        if node is not None and not isinstance(event, yaml.AliasEvent):
+            self._sizes[id(node)] = self._size(node)
+        if id(node) not in self._sizes:
+            raise refused("an alias of what it lies within")
+        if self._sizes[id(node)] > _MOST_VALUES:
+            raise refused(f"there are more than {_MOST_VALUES:,} values")
+        return node
+
+    def _size(self, node: yaml.Node) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        inner = node.value
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        return 1 + sum(self._sizes[id(part)] for part in inner)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -447,7 +503,7 @@ class _Loader(yaml.SafeLoader):
                 )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} stands twice", key_node.start_mark
+                    None, None, f"key {_short(key)} stands twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -490,13 +546,15 @@ def _parse(text: str, where: str) -> Any:
 def _read_file(path: pathlib.Path, below: tuple[pathlib.Path, ...] = ()) -> dict[str, Any]:
     """Settings of a file over those of its base; `below` are the files that lead here."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.text(path, _MOST_BYTES)
         own_place = path.resolve()
     # ValueError: not UTF-8, or a name that no file can have. RuntimeError: links in a circle.
     except (OSError, ValueError, RuntimeError) as error:
         raise WrongInput(f"cannot read the config {path}: {error}") from None
     if own_place in below:
         raise WrongInput(f"{path}: its base leads back to itself")
+    if len(below) > _MOST_BASES:
+        raise WrongInput(f"{path}: it is the base of a base, more than {_MOST_BASES} times over")
     settings = _parse(text, str(path))
     if not isinstance(settings, dict):
         raise WrongInput(f"{path} must hold `section:` mappings, not {type(settings).__name__}")
@@ -504,7 +562,7 @@ def _read_file(path: pathlib.Path, below: tuple[pathlib.Path, ...] = ()) -> dict
     if base is None:
         return settings
     if not isinstance(base, str):
-        raise WrongInput(f"{path}: base={base!r} must be the path of another config")
+        raise WrongInput(f"{path}: base={_short(base)} must be the path of another config")
     return _merged(_read_file(path.parent / base, (*below, own_place)), settings)
 
 
@@ -521,17 +579,17 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def _apply_override(settings: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
-        raise WrongInput(f"override {override!r} must have the form section.key=value")
+        raise WrongInput(f"override {_short(override)} must have the form section.key=value")
     *sections, key = name.split(".")
     if len(sections) > 2:
-        raise WrongInput(f"override {override!r}: there are no settings that deep")
+        raise WrongInput(f"override {_short(override)}: there are no settings that deep")
     place = settings
     for section in sections:
         inner = place.setdefault(section, {})
         if not isinstance(inner, dict):
-            raise WrongInput(f"override {override!r}: {section} holds a value, not a section")
+            raise WrongInput(f"override {_short(override)}: {section} holds a value, not a section")
         place = inner
-    place[key] = _parse(text, f"override {override!r}")
+    place[key] = _parse(text, f"override {_short(override)}")
 
 
 def load(path: str | pathlib.Path, overrides: collections.abc.Sequence[str] = ()) -> Config:
@@ -566,7 +624,10 @@ def from_dict(settings: dict[str, Any], where: str = "config") -> Config:
         # Through JSON, because strict validation of JSON takes a list for a tuple.
         return Config.model_validate_json(json.dumps(settings))
     except pydantic.ValidationError as error:
-        problems = [_explain(e) for e in error.errors(include_url=False)]
+        found = error.errors(include_url=False)
+        problems = [_explain(e) for e in found[:_MOST_PROBLEMS]]
+        if more := len(found) - len(problems):
+            problems.append(f"and {more:,} more")
         raise WrongInput(f"{where}: " + "; ".join(problems)) from None
     except (TypeError, ValueError) as error:
         raise WrongInput(f"{where}: {error}") from None
@@ -600,15 +661,30 @@ def _explain(error: Any) -> str:
         kind = error["loc"][1]
         return f"{name} is a setting of another kind of {error['loc'][0]} than {kind!r}"
     if error["type"] == "extra_forbidden":
-        return f"there is no setting {name}{_nearest(name)}"
+        return f"there is no setting {_cut(name)}{_nearest(name)}"
+    if error["type"] == "json_invalid":
+        return f"it holds text that is no Unicode, or is nested too deep ({error['msg']})"
     if error["type"] == "missing":
         return f"{name} is missing; set it in the file or with {name}=..."
     if error["type"] == "value_error":
         return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
-    return f"{name}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{name}={_short(error['input'])}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _short(value: object) -> str:
+    try:
+        return _cut(repr(value))
+    except ValueError:  # an integer of thousands of digits
+        return "a number far too large"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _nearest(name: str) -> str:
+    if len(name) > 200:
+        return ""
     keys = _keys(Config)
     leaf = name.rpartition(".")[2]
     same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import sys
 import traceback
 from typing import NoReturn
@@ -75,6 +76,9 @@ app.add_typer(selftest.app, name="selftest")
 
 def main() -> None:
     """Run the command line; a failure is one message and its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files and documents need not be Unicode.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except (WrongInput, CannotDo, LostPeer) as error:

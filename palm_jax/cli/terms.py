@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 from typing import Annotated, Any
 
 import typer
@@ -36,11 +37,13 @@ def check_is_run(run: pathlib.Path) -> None:
 
 
 def interval(option: str, text: str) -> tuple[int, int]:
-    """A:B as two numbers; raises WrongInput for anything else."""
-    start, colon, stop = text.partition(":")
-    if not colon or not (start.isdecimal() and stop.isdecimal()) or int(start) >= int(stop):
-        raise WrongInput(f"{option} {text}: give A:B with whole numbers, 0 <= A < B")
-    return int(start), int(stop)
+    """A:B as two numbers of steps; raises WrongInput for anything else."""
+    found = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
+    if found is None or not int(found[1]) < int(found[2]) <= config.MOST_STEPS:
+        raise WrongInput(
+            f"{option} {text}: give A:B with whole numbers, 0 <= A < B <= {config.MOST_STEPS}"
+        )
+    return int(found[1]), int(found[2])
 
 
 def moved(

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import re
 import sys
 from typing import Annotated, Any
 
@@ -125,7 +126,7 @@ def _print_result(settings: config.Config, outcome: Any) -> None:
     model = outcome.evaluation.bits_per_byte
     bigram = manifest.read(pathlib.Path(settings.data.corpus)).bigram_bits_per_byte
     line = f"held-out text: {model:.4f} bits per byte"
-    if bigram is not None:
+    if bigram:
         line += f"; a bigram model has {bigram:.4f} (ratio {model / bigram:.3f})"
     print(line)
     print(f"state digest {outcome.state_digest}")
@@ -210,7 +211,7 @@ def _num_processes(mesh: config.Mesh) -> int | None:
     if text is None:
         return None
     devices = _num_devices(mesh)
-    if not text.isdecimal() or int(text) == 0 or devices % int(text):
+    if not re.fullmatch("[1-9][0-9]{0,8}", text) or devices % int(text):
         raise WrongInput(
             f"{meeting.NUM_PROCESSES}={text}, but mesh.data x mesh.fsdp x mesh.tensor = {devices} "
             "devices; give a number that divides them"

@@ -164,7 +164,7 @@ def parse(name: str, num_slices: int = 1) -> Topology:
     Raises:
       WrongInput: this is no such name, or there cannot be such a slice.
     """
-    match = re.fullmatch(r"([a-z0-9]+):([1-9][0-9]*(?:x[1-9][0-9]*)*)", name)
+    match = re.fullmatch(r"([a-z0-9]+):([1-9][0-9]{0,5}(?:x[1-9][0-9]{0,5})*)", name)
     if match is None:
         raise WrongInput(
             f"{name!r} is no TPU topology: give the kind and the chips along each axis of a "
