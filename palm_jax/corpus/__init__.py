@@ -2,5 +2,5 @@
 
 sources.py gives documents, tokenizers.py turns them into tokens, prepare.py shuffles, splits
 and packs these, manifest.py says what came out, bigram.py measures how predictable it is, and
-reader.py opens the result.
+reader.py opens the result (arrays.py: .npy files without evaluating anything).
 """

@@ -23,13 +23,14 @@ from typing import Annotated, Literal
 
 import pydantic
 
+from palm_jax import files
 from palm_jax.errors import WrongInput
 
 FILE_NAME = "manifest.json"
 SPLITS = ("train", "held_out")
 
-Natural = Annotated[int, pydantic.Field(ge=0)]
-Positive = Annotated[int, pydantic.Field(gt=0)]
+Natural = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
+Positive = Annotated[int, pydantic.Field(gt=0, lt=2**63)]
 FileName = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9_.-]+$")]  # never another folder
 Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -89,7 +90,8 @@ class Manifest(_Strict):
     invalid_utf8_documents: Natural  # kept, byte for byte
     longest_document_bytes: Positive
     documents_in_both_splits: Natural  # distinct contents
-    bigram_bits_per_byte: float | None  # on held_out; None where the vocabulary is too large
+    # On held_out; None where the vocabulary is too large.
+    bigram_bits_per_byte: Annotated[float, pydantic.Field(ge=0)] | None
     splits: dict[str, Split]
 
     @pydantic.model_validator(mode="after")
@@ -165,21 +167,17 @@ def read(folder: pathlib.Path) -> Manifest:
     """
     path = folder / FILE_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        return files.described(path, Manifest)
     except (FileNotFoundError, NotADirectoryError):
         missing = f"has no {FILE_NAME}" if folder.is_dir() else "is not a folder"
         raise WrongInput(
             f"data.corpus={folder} {missing}; make a corpus with `palm-jax data prepare`"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise WrongInput(f"cannot read {path}: {error}") from error
-    try:
-        return Manifest.model_validate_json(text)
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+    except ValueError as error:
         raise WrongInput(
-            f"{path} is not a manifest of this version, {where}: {first['msg']}; "
+            f"{path} is not a manifest of this version, {error}; "
             "make the corpus again with `palm-jax data prepare`"
         ) from None
 
@@ -190,5 +188,5 @@ def write(folder: pathlib.Path, manifest: Manifest) -> None:
 
 
 def file_sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
+    with files.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -145,7 +145,8 @@ def _workplace(folder: pathlib.Path) -> collections.abc.Iterator[pathlib.Path]:
     """
     place = folder.parent / f".{folder.name}.preparing"
     place.mkdir(parents=True, exist_ok=True)
-    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    # Not through a link: what lies there is removed.
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

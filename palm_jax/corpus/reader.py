@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import json
 import os
 import pathlib
 
@@ -14,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from array_record.python import array_record_module
 
-from palm_jax.corpus import manifest, tokenizers
+from palm_jax import files
+from palm_jax.corpus import arrays, manifest, tokenizers
 from palm_jax.corpus.manifest import Manifest, Split
 from palm_jax.errors import WrongInput
 
@@ -49,9 +49,10 @@ class Corpus:
         self.folder = folder
         self.manifest = contents
         self.tokenizer = tokenizers.by_name(contents.tokenizer)
+        _check_tokenizer(folder, contents, self.tokenizer)
         self._dtype = np.dtype(contents.dtype).newbyteorder("<")
         self._readers = {
-            name: [_open_shard(folder, shard) for shard in split.shards]
+            name: [_open_shard(folder, shard, contents) for shard in split.shards]
             for name, split in contents.splits.items()
         }
         self._indexes: dict[str, _Index] = {}
@@ -216,12 +217,34 @@ class Corpus:
         return self._indexes[split]
 
 
+def _check_tokenizer(
+    folder: pathlib.Path, contents: Manifest, tokenizer: tokenizers.Tokenizer
+) -> None:
+    for entry, own in (
+        ("vocabulary_size", tokenizer.vocabulary_size),
+        ("end_of_document", tokenizer.end_of_document),
+        ("dtype", tokenizer.dtype.name),
+    ):
+        if (found := getattr(contents, entry)) != own:
+            raise WrongInput(
+                f"{folder / manifest.FILE_NAME} has {entry}={found}, but the tokenizer "
+                f"{tokenizer.name!r} has {own}; {_AGAIN}"
+            )
+
+
 def _open_shard(
-    folder: pathlib.Path, shard: manifest.Shard
+    folder: pathlib.Path, shard: manifest.Shard, contents: Manifest
 ) -> array_record_module.ArrayRecordReader:
     path = folder / shard.file
     if not path.is_file():
         raise WrongInput(f"{path} is missing; {_AGAIN}")
+    # Records are not compressed, and whoever reads them makes room for them first.
+    num_bytes = (contents.sequence_length + 1) * np.dtype(contents.dtype).itemsize
+    if (size := path.stat().st_size) < (needed := shard.sequences * num_bytes):
+        raise WrongInput(
+            f"{path} has {size:,} bytes, too few for the {shard.sequences:,} sequences of "
+            f"{contents.sequence_length:,} that the manifest says ({needed:,} bytes); {_AGAIN}"
+        )
     try:
         reader = array_record_module.ArrayRecordReader(str(path), READER_OPTIONS)
         num_records = reader.num_records()
@@ -238,14 +261,39 @@ def _open_shard(
 def _read_index(folder: pathlib.Path, split: Split) -> _Index:
     offsets_path, names_path = folder / split.offsets.file, folder / split.names.file
     try:
-        offsets = np.load(offsets_path, mmap_mode="r", allow_pickle=False)
-        with names_path.open(encoding="ascii") as file:
-            names = [json.loads(line) for line in file]
+        offsets, names = _read_offsets(offsets_path), _read_names(names_path)
     except (OSError, ValueError) as error:
-        raise WrongInput(f"cannot read the index in {folder}: {error}; {_AGAIN}") from error
+        raise WrongInput(
+            f"cannot read {offsets_path} and {names_path.name}: {error}; {_AGAIN}"
+        ) from error
     if offsets.shape != (split.documents + 1,) or len(names) != split.documents:
         raise WrongInput(
             f"{offsets_path.name} and {names_path.name} in {folder} have {offsets.size} offsets "
             f"and {len(names)} names, not those of {split.documents} documents; {_AGAIN}"
         )
+    # The stream is an end of document, then the documents with an end each.
+    if offsets[0] != 1 or offsets[-1] != 1 + split.tokens or np.any(offsets[1:] <= offsets[:-1]):
+        raise WrongInput(
+            f"{offsets_path} is damaged: its offsets do not rise from 1 to {1 + split.tokens:,}, "
+            f"the tokens of its stream; {_AGAIN}"
+        )
     return offsets, names
+
+
+def _read_offsets(path: pathlib.Path) -> npt.NDArray[np.int64]:
+    with files.opened(path) as file:
+        dtype, shape, start = arrays.header(file, os.fstat(file.fileno()).st_size)
+    if dtype != np.dtype("<i8") or len(shape) != 1:
+        raise ValueError(f"{path} holds {dtype} of shape {shape}, not one row of int64")
+    return np.memmap(path, dtype, "r", start, shape)
+
+
+def _read_names(path: pathlib.Path) -> list[str]:
+    names = []
+    with files.opened(path) as file:
+        for number, line in enumerate(file, 1):
+            name = files.parsed(line.decode("ascii"))
+            if not isinstance(name, str):
+                raise ValueError(f"{path}, line {number} is not a name")
+            names.append(name)
+    return names
