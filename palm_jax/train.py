@@ -297,7 +297,7 @@ def _check_data(run: folder.RunFolder, course: Course, start: int) -> None:
     segment, step = course.segment, start - 1
     if step < segment.start_step:
         return
-    recorded = _last_step(run, segment.segment, step)["batch_digest"]
+    recorded = _last_step(run, segment.segment, step).get("batch_digest")
     with course.batches(step, start) as batches:
         (_, batch), *_ = list(batches)
     (digest,) = processes.whole_digests([batch.digest])
@@ -347,6 +347,7 @@ def _changes_since_last_start(
     recorded = None
     for record in logbook.scan(run.path):
         if isinstance(record, dict) and record["event"] == "start":
+            logbook.required(record, run.path, environment=dict)
             recorded = record["environment"]
     if recorded is None:
         return {}
@@ -444,14 +445,17 @@ def _save(
 
 def _last_step(run: folder.RunFolder, segment: int, step: int) -> dict[str, Any]:
     """Computed fields of the last recorded attempt of a step."""
-    found: dict[str, Any] | None = None
+    last: dict[str, Any] | None = None
     for record in logbook.scan(run.path):
         if (
             isinstance(record, dict)
             and record["event"] == "step"
             and (record["segment"], record["step"]) == (segment, step)
         ):
-            found = record["computed"]
-    if found is None:
+            last = record
+    if last is None:
         raise CannotDo(f"the logbook of {run.path} has no record of step {step}; restore it")
+    found: dict[str, Any] = last["computed"]
+    if logbook.number(found.get("loss")) is None or not logbook.is_count(found.get("tokens")):
+        raise logbook.damaged(last, run.path, "computed")
     return found

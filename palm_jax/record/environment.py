@@ -116,7 +116,7 @@ def differences(recorded: dict[str, Any], current: dict[str, Any]) -> dict[str, 
 
     A field that only one capture has counts as different, with None for the other.
     """
-    platforms = {recorded.get("platform"), current.get("platform")}
+    platforms = recorded.get("platform"), current.get("platform")
     ignored = set(INFORMATIONAL)
     if "fast" not in (recorded.get("reduction"), current.get("reduction")):
         ignored |= ONLY_IF_FAST

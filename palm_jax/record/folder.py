@@ -13,16 +13,18 @@ import collections.abc
 import dataclasses
 import os
 import pathlib
+import re
 import secrets
 import shutil
 from typing import Any
 
-from palm_jax import config
+from palm_jax import config, files
 from palm_jax.corpus import manifest
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import segments
 
 CONFIG, MANIFEST = "config.yaml", manifest.FILE_NAME
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +32,13 @@ class RunFolder:
     path: pathlib.Path
 
     def segment(self, number: int) -> pathlib.Path:
-        return self.path / "segments" / f"{number:03d}"
+        return self.path / "segments" / segments.name_of(number)
 
     def segments(self) -> list[int]:
         """Their numbers, ascending; at least one. Raises CannotDo if there is none."""
         folder = self.path / "segments"
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        numbers = [int(name) for name in names if name.isdigit()]
+        numbers = [int(name) for name in names if _NUMBER.fullmatch(name)]
         if not numbers:
             raise CannotDo(f"{self.path} is damaged: {folder} holds no segment; restore it")
         return sorted(numbers)
@@ -57,6 +59,30 @@ class RunFolder:
         if not (self.path / MANIFEST).is_file():
             raise CannotDo(f"{self.path} is damaged: it has no {MANIFEST}; restore it")
         return manifest.read(self.path)
+
+
+def check_own(run: str | os.PathLike[str]) -> None:
+    """Raise CannotDo if a folder within the run's is a link, by which another would be written to.
+
+    The run's own folder may be one.
+    """
+    if (link := _link_within(pathlib.Path(run), levels=4)) is not None:
+        raise CannotDo(
+            f"{link} is a link to a folder, and only the run's own are written to; move that "
+            f"folder here, or keep all of {os.fspath(run)} elsewhere and link to it as a whole"
+        )
+
+
+def _link_within(folder: pathlib.Path, levels: int) -> pathlib.Path | None:
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = pathlib.Path(entry.path)
+        if entry.is_symlink() and path.is_dir():
+            return path
+        if levels > 1 and entry.is_dir(follow_symlinks=False):
+            found = _link_within(path, levels - 1)
+            if found is not None:
+                return found
+    return None
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
@@ -144,6 +170,7 @@ def open_segment(
     try:
         (whole / "checkpoints").mkdir(parents=True)
         for saved in checkpoints:
+            files.check_all_plain(saved)
             shutil.copytree(saved, whole / "checkpoints" / saved.name)
         write_whole(whole / segments.FILE_NAME, segment.model_dump_json(indent=2) + "\n")
         whole.rename(path)
@@ -155,12 +182,16 @@ def open_segment(
 
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Replace a file as a whole, and wait until it is on the disk."""
-    beside = path.with_name(f".{path.name}.new")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        try:
+            # A name of its own, and none that is there: a link would lead elsewhere.
+            with beside.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise CannotDo(f"cannot write {path}: {error}") from error

@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+import pydantic
 from etils import epath
+
+from palm_jax import files
 
 Folder: TypeAlias = pathlib.Path | epath.Path  # a bucket is the latter
 
@@ -31,6 +35,25 @@ _MARKS = (
     "state/manifest.ocdbt",
     "record/metadata",
 )
+
+
+class _StoredDigest(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+
+    whole: str
+    leaves: dict[str, str]
+
+
+class _Stored(pydantic.BaseModel):
+    """The content of record/metadata, but for its checksum."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    record: dict[str, Any]
+    step: int
+    held_out_loss: float | None
+    leaves: dict[str, str]  # as digests.describe has them
+    digest: _StoredDigest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +100,15 @@ def stored(folder: Folder, step: int) -> dict[str, Any]:
     Raises:
       OSError, ValueError: it cannot be read; it is damaged.
     """
-    text = (folder / str(step) / "record" / "metadata").read_text(encoding="utf-8")
-    found = json.loads(text)
+    path = folder / str(step) / "record" / "metadata"
+    is_url = "://" in os.fspath(path)
+    found = files.parsed(path.read_text(encoding="utf-8") if is_url else files.text(path))
     if not isinstance(found, dict) or found.pop("checksum", None) != checksum(found):
         raise ValueError("its checksum does not fit")
+    try:  # whoever changes it on purpose gives it a checksum that fits
+        _Stored.model_validate(found)
+    except pydantic.ValidationError as error:
+        raise ValueError(files.first_problem(error)) from None
     if found["step"] != step:
         raise ValueError(f"it is the record of step {found['step']}")
     return found

@@ -18,7 +18,9 @@ import sys
 import threading
 from typing import Any
 
+from palm_jax import files
 from palm_jax.errors import CannotDo
+from palm_jax.record import folder
 
 FILE_NAME = "owner.json"
 TOUCH_S = 30
@@ -30,8 +32,10 @@ def held(run: pathlib.Path) -> collections.abc.Iterator[None]:
     """Keep others from writing to the run, as long as this process does.
 
     Raises:
-      CannotDo: another process holds it, and it is named; or it cannot be locked.
+      CannotDo: another process holds it, and it is named; it cannot be locked; or as
+        `folder.check_own`.
     """
+    folder.check_own(run)
     descriptor = os.open(run, os.O_RDONLY)
     try:
         try:
@@ -57,18 +61,7 @@ def _owned(run: pathlib.Path) -> collections.abc.Iterator[None]:
     path = run / FILE_NAME
     owner = {"host": socket.gethostname(), "process": os.getpid()}
     try:
-        _write(path, owner)  # touches the folder's clock, too
-        before = None
-    except FileExistsError:
-        before = _owner(run)
-        if before is not None and before["host"] != owner["host"] and not _is_stale(path):
-            raise CannotDo(
-                f"another machine is writing to {run}{_named(before)}; wait for it. If it is "
-                f"gone, wait until {path} is {STALE_S} seconds old, or remove that file"
-            ) from None
-        # Its process has ended: the system's lock on this machine was free.
-        path.unlink(missing_ok=True)
-        _write(path, owner)
+        _take(path, owner)
     except OSError as error:
         raise CannotDo(f"cannot write {path}: {error.strerror}; the run needs a disk") from error
     is_over = threading.Event()
@@ -81,6 +74,21 @@ def _owned(run: pathlib.Path) -> collections.abc.Iterator[None]:
         toucher.join()
         if _owner(run) == owner:
             path.unlink(missing_ok=True)
+
+
+def _take(path: pathlib.Path, owner: dict[str, Any]) -> None:
+    try:
+        _write(path, owner)  # touches the folder's clock, too
+    except FileExistsError:
+        before = _owner(path.parent)
+        if before is not None and before["host"] != owner["host"] and not _is_stale(path):
+            raise CannotDo(
+                f"another machine is writing to {path.parent}{_named(before)}; wait for it. If it "
+                f"is gone, wait until {path} is {STALE_S} seconds old, or remove that file"
+            ) from None
+        # Its process has ended: the system's lock on this machine was free.
+        path.unlink(missing_ok=True)
+        _write(path, owner)
 
 
 def _write(path: pathlib.Path, owner: dict[str, Any]) -> None:
@@ -102,15 +110,16 @@ def _touch(path: pathlib.Path, mine: dict[str, Any], is_over: threading.Event) -
         # Written anew, because not every mounted bucket lets a time be set.
         with contextlib.suppress(OSError):  # a disk that is away; the run's own writes tell
             beside = path.with_name(f".{path.name}.{os.getpid()}")
-            beside.write_text(_text(mine), encoding="utf-8")
+            beside.unlink(missing_ok=True)
+            _write(beside, mine)
             beside.replace(path)
 
 
 def _owner(run: pathlib.Path) -> dict[str, Any] | None:
     try:
-        owner = json.loads((run / FILE_NAME).read_text(encoding="utf-8"))
+        owner = files.parsed(files.text(run / FILE_NAME))
         return {"host": str(owner["host"]), "process": int(owner["process"])}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None  # written at this moment, or by nothing of ours
 
 

@@ -20,13 +20,16 @@ import pathlib
 import re
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
+from palm_jax import files
 from palm_jax.errors import CannotDo
 
-_PART = re.compile(r"\d{4,}\.jsonl")
+_PART = re.compile(r"[0-9]{4,18}\.jsonl")
+# Numbers of steps, segments and attempts, which others put into arrays.
+_END = 2**53
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +165,18 @@ class Unwritten(Logbook):
         pass
 
 
+def number(value: Any) -> float | None:
+    """What `plain` made of a number, also one that is not finite; None if it is none."""
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return None
+
+
 def plain(value: Any) -> Any:
     """`value` as JSON can hold it: nested lists and dicts of str, int, float, bool and None.
 
@@ -246,7 +261,8 @@ def scan(run_dir: str | os.PathLike[str]) -> Iterator[dict[str, Any] | Torn]:
     """As `read`, but one at a time: a long run's logbook need not fit in memory.
 
     Raises:
-      CannotDo: the run has no logbook, or a line that is not the last of its part is not a record.
+      CannotDo: the run has no logbook, a part of it cannot be read, or a line that is not the last
+        of its part is not a record.
     """
     for _, records in scan_parts(run_dir):
         yield from records
@@ -264,7 +280,11 @@ def scan_parts(
 
 
 def _scan_part(path: pathlib.Path) -> Iterator[dict[str, Any] | Torn]:
-    with path.open("rb") as file:
+    try:
+        file = files.opened(path)
+    except OSError as error:
+        raise CannotDo(f"cannot read the logbook {path}: {error}; restore it") from error
+    with file:
         line, following, number = file.readline(), b"", 1
         while line:
             following = file.readline()
@@ -283,18 +303,47 @@ def _scan_part(path: pathlib.Path) -> Iterator[dict[str, Any] | Torn]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    def refuse(token: str) -> Any:
-        raise ValueError(f"{token} is not JSON")
-
-    record = json.loads(line.decode(), parse_constant=refuse)
+    record = files.parsed(line.decode())
     if not isinstance(record, dict) or not isinstance(record.get("event"), str):
         raise ValueError("a record is an object with an event")
     if record["event"] == "step":
-        kinds = {"segment": int, "attempt": int, "step": int, "computed": dict, "bits": dict}
-        for field, kind in kinds.items():
-            if not isinstance(record.get(field), kind):
+        for field in ("segment", "attempt", "step"):
+            if not is_count(record.get(field)):
+                raise ValueError(f"the record of a step lacks {field!r}")
+        for field in ("computed", "bits"):
+            if not isinstance(record.get(field), dict):
                 raise ValueError(f"the record of a step lacks {field!r}")
     return record
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """A whole number that is not negative and no larger than any that is written here."""
+    return type(value) is int and 0 <= value < _END
+
+
+def required(record: Mapping[str, Any], path: pathlib.Path, **kinds: type) -> None:
+    """Check an event that is relied on.
+
+    Args:
+      path: of the run.
+      kinds: fields and their types; int means `is_count`.
+    Raises:
+      CannotDo: a field lacks, or is of another type.
+    """
+    for field, kind in kinds.items():
+        value = record.get(field)
+        if not (is_count(value) if kind is int else isinstance(value, kind)):
+            raise damaged(record, path, field)
+
+
+def damaged(record: Mapping[str, Any], path: pathlib.Path, field: str) -> CannotDo:
+    """The error of a field that lacks, or makes no sense."""
+    name, value = record["event"], json.dumps(record.get(field))
+    where = f" of step {record['step']}" if name == "step" else ""
+    return CannotDo(
+        f"the logbook of {path} is damaged: an event {name!r}{where} has {field}={value[:100]}; "
+        "restore it"
+    )
 
 
 def _parts(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -367,11 +416,15 @@ def skip_limits(run_dir: str | os.PathLike[str], segment: int) -> dict[int, floa
 
     The limit is a control: whoever executes a step again gives it the one that it had.
     """
-    return {
-        step: float(found["computed"]["skip_above"])
-        for step, found in last_attempts(run_dir, segment).items()
-        if "skip_above" in found["computed"]
-    }
+    limits = {}
+    for step, found in last_attempts(run_dir, segment).items():
+        if "skip_above" not in found["computed"]:
+            continue
+        limit = number(found["computed"]["skip_above"])
+        if limit is None:
+            raise damaged(found, pathlib.Path(run_dir), "computed")
+        limits[step] = limit
+    return limits
 
 
 MICROBATCH_DIGESTS = "microbatch_digests"
@@ -411,5 +464,8 @@ def compare_bits(first: Mapping[str, Any], again: Mapping[str, Any]) -> str | No
 
 def differing_microbatches(first: Mapping[str, Any], again: Mapping[str, Any]) -> list[int]:
     """Which microbatches of a step had other gradients, where both records can tell."""
-    both = first.get(MICROBATCH_DIGESTS, ()), again.get(MICROBATCH_DIGESTS, ())
-    return [number for number, (one, other) in enumerate(zip(*both, strict=False)) if one != other]
+    before, after = first.get(MICROBATCH_DIGESTS), again.get(MICROBATCH_DIGESTS)
+    if not (isinstance(before, list) and isinstance(after, list)):
+        return []
+    pairs = enumerate(zip(before, after, strict=False))
+    return [place for place, (one, other) in pairs if one != other]

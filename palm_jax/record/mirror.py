@@ -16,7 +16,7 @@ import threading
 import types
 from collections.abc import Iterable, Iterator
 
-from palm_jax import config
+from palm_jax import config, files
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import folder, inventory
 
@@ -143,7 +143,7 @@ def bring_back(settings: config.Config, run: pathlib.Path) -> int | None:
             "name that run's config, or another mirror"
         )
     try:
-        _copy_folder(there.path, run)
+        _copy_folder(there.path.resolve(), run)
     except OSError as error:
         raise CannotDo(
             f"cannot bring {run} back from checkpoint.mirror={mirror}: {error}"
@@ -152,9 +152,10 @@ def bring_back(settings: config.Config, run: pathlib.Path) -> int | None:
     return max(steps, default=0)
 
 
-def _copy_files(files: Iterable[pathlib.Path], into: pathlib.Path) -> None:
+def _copy_files(paths: Iterable[pathlib.Path], into: pathlib.Path) -> None:
     into.mkdir(parents=True, exist_ok=True)
-    for file in files:
+    for file in paths:
+        files.check_all_plain(file)
         target = into / file.name
         # Logbook parts only grow; of what is replaced as a whole, the time tells.
         here = file.stat()
@@ -173,6 +174,7 @@ def _copy_folder(source: pathlib.Path, target: pathlib.Path) -> None:
         return
     beside = target.with_name(f"{target.name}{_NEW}")
     shutil.rmtree(beside, ignore_errors=True)
+    files.check_all_plain(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(source, beside)
     if target.exists():

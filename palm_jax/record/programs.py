@@ -26,6 +26,7 @@ class ProgramRecorder:
         self._before: dict[tuple[str, ...], str] = {}
         for record in logbook.scan(run.path):
             if isinstance(record, dict) and record["event"] == "program":
+                logbook.required(record, run.path, lowered_digest=str)
                 self._before[_key(record)] = record["lowered_digest"]
 
     def note(self, step: int, program: Program) -> float:

@@ -7,16 +7,17 @@ on after a crash does not. Branches have the same form, in folders of their own.
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Annotated, Any
 
 import pydantic
 
-from palm_jax import config
+from palm_jax import config, files
 from palm_jax.errors import CannotDo, WrongInput
 
-Natural = Annotated[int, pydantic.Field(ge=0)]
+_END = 2**53
+Natural = Annotated[int, pydantic.Field(ge=0, lt=_END)]
+Step = Annotated[int, pydantic.Field(ge=0, le=config.MOST_STEPS)]
 FILE_NAME = "segment.json"
 
 # What an intervention may change in mid-run: numbers that the rule and its schedules take.
@@ -42,30 +43,57 @@ class _Strict(pydantic.BaseModel):
 class Departure(_Strict):
     """Where a segment's first state comes from: the state before `step` of a segment."""
 
-    run: str | None = None  # folder of that run, relative to this one's; None: the same run
+    # Folder of that run, relative to this one's; None: the same run. Only upwards, so that
+    # whoever follows departures comes to an end.
+    run: Annotated[str, pydantic.Field(pattern=r"^\.\.(/\.\.)*$")] | None = None
     segment: Natural
-    step: Natural
+    step: Step
 
 
 class Intervention(_Strict):
     """Settings that are in force from step `at` on."""
 
-    at: Natural
+    at: Step
     changes: dict[str, Any]  # dotted settings
     reason: str
+
+    @pydantic.field_validator("changes")
+    @classmethod
+    def _may_change(cls, changes: dict[str, Any]) -> dict[str, Any]:
+        for key in changes:
+            if not _is_allowed(key, IN_A_BRANCH):
+                raise ValueError(f"{key[:100]!r} is not a setting that may change in a history")
+        return changes
 
 
 class Segment(_Strict):
     segment: Natural = 0
     parent: Departure | None = None
-    start_step: Natural = 0
+    start_step: Step = 0
     reason: str = ""
     exclusions: tuple[tuple[Natural, Natural], ...] = ()  # positions [start, stop)
     interventions: tuple[Intervention, ...] = ()
     # The other clocks. Moments come with the state.
-    data_offset: int = 0  # step s trains on the data of step s + data_offset
-    schedule_step: Natural | None = None  # what the rate counts from, at the departure
-    update_count: Natural | None = None  # what beta2 counts from, at the departure
+    data_offset: Annotated[int, pydantic.Field(gt=-_END, lt=_END)] = (
+        0  # step s trains on the data of step s + data_offset
+    )
+    schedule_step: Step | None = None  # what the rate counts from, at the departure
+    update_count: Step | None = None  # what beta2 counts from, at the departure
+
+    @pydantic.model_validator(mode="after")
+    def _is_possible(self) -> Segment:
+        parent = self.parent
+        if parent is not None and parent.run is None and parent.segment >= self.segment:
+            raise ValueError(
+                f"segment {self.segment} cannot depart from segment {parent.segment}, which is "
+                "not an earlier one"
+            )
+        if self.data_step(self.start_step) < 0:
+            raise ValueError(f"data_offset={self.data_offset}: there is no data before step 0")
+        for start, stop in self.exclusions:
+            if start >= stop:
+                raise ValueError(f"exclusions: {start}:{stop} is empty")
+        return self
 
     def data_step(self, step: int) -> int:
         """The step whose data `step` trains on."""
@@ -76,16 +104,17 @@ class Segment(_Strict):
         settings = base.model_dump(mode="json")
         for intervention in self.interventions:
             if intervention.at <= step:
-                _set(settings, intervention.changes)
+                for name, value in intervention.changes.items():
+                    self._set(settings, name, value)
         return config.from_dict(settings, f"segment {self.segment}")
 
-
-def _set(settings: dict[str, Any], changes: dict[str, Any]) -> None:
-    for name, value in changes.items():
+    def _set(self, settings: dict[str, Any], name: str, value: Any) -> None:
         *sections, key = name.split(".")
-        place = settings
+        place: Any = settings
         for section in sections:
-            place = place[section]
+            place = place.get(section) if isinstance(place, dict) else None
+        if not isinstance(place, dict):
+            raise WrongInput(f"segment {self.segment} changes {name}, which is no setting")
         place[key] = value
 
 
@@ -99,14 +128,17 @@ def changes_of(
     """
     changes = config.differences(base, config.override(base, overrides))
     for key in changes:
-        if key in FORM_OF_THE_STATE or not any(
-            key == name or key.startswith(f"{name}.") for name in allowed
-        ):
+        if not _is_allowed(key, allowed):
             raise WrongInput(
                 f"{key} cannot change in the middle of a run's history; these can: "
                 f"{', '.join(allowed)}. For another {key}, start another run"
             )
     return changes
+
+
+def _is_allowed(key: str, allowed: tuple[str, ...]) -> bool:
+    within = any(key == name or key.startswith(f"{name}.") for name in allowed)
+    return within and key not in FORM_OF_THE_STATE
 
 
 def read(folder: pathlib.Path) -> Segment:
@@ -118,14 +150,22 @@ def read(folder: pathlib.Path) -> Segment:
     """
     path = folder / FILE_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        found = files.described(path, Segment)
     except FileNotFoundError:
         numbers = sorted(p.name for p in folder.parent.glob("[0-9]*"))
         raise WrongInput(
             f"there is no segment {folder.name} in {folder.parent.parent}; there are: "
             f"{', '.join(numbers) or 'none'}"
         ) from None
-    try:
-        return Segment.model_validate_json(text)
-    except (pydantic.ValidationError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CannotDo(f"{path} is damaged: {error}; restore it from a copy") from None
+    if folder.name != name_of(found.segment):
+        raise CannotDo(
+            f"{path} is damaged: it says segment={found.segment}; restore it from a copy"
+        )
+    return found
+
+
+def name_of(segment: int) -> str:
+    """Of a segment's folder."""
+    return f"{segment:03d}"

@@ -22,6 +22,7 @@ from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.folder import RunFolder
 from palm_jax.record.segments import Departure, Intervention, Segment
 
+_MOST_EPOCHS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -48,11 +49,20 @@ def departed(
     """The segment that leaves `parent` before `step` and has `changes` in force from `at` on.
 
     Returns:
-      the segment, numbered as its parent and with a parent in the same run, and the changed
-      settings with their values before and after.
+      the segment, numbered as the one after its parent in the same run, and the changed settings
+      with their values before and after.
     Raises:
       WrongInput: a change that cannot be made here.
     """
+    for what, number in (
+        ("the step of departure", step),
+        ("--at", at),
+        ("--schedule-step", changes.schedule_step),
+        ("--update-count", changes.update_count),
+        ("--data-from", changes.data_from),
+    ):
+        if number is not None and number > config.MOST_STEPS:
+            raise WrongInput(f"{what} {number}: no run has more than {config.MOST_STEPS:,} steps")
     before = parent.settings_at(base, at)
     values = segments.changes_of(before, list(changes.overrides), allowed)
     changed = {key: new for key, (_, new) in values.items()}
@@ -74,7 +84,7 @@ def departed(
     if changes.data_from is not None and at != step:
         raise WrongInput("--data-from belongs to the step of departure itself")
     segment = Segment(
-        segment=parent.segment,
+        segment=parent.segment + 1,
         parent=Departure(segment=parent.segment, step=step),
         start_step=step,
         reason=reason,
@@ -123,6 +133,7 @@ def create_branch(
     Raises:
       WrongInput: a name that is taken, or a change that cannot be made.
     """
+    folder.check_own(run.path)
     base = run.config()
     number = run.last_segment() if segment is None else segment
     parent = segments.read(run.segment(number))
@@ -143,7 +154,13 @@ def create_branch(
     branch = RunFolder(branches / name)
     if branch.path.exists():
         raise WrongInput(f"there is a branch {name} of {run.path} already; give another --name")
-    settings = base if mesh is None else base.model_copy(update={"mesh": mesh})
+    # An experiment wakes nobody and is no second home's run; and what a config from elsewhere has
+    # executed, or written outside, is up to whoever trains it.
+    changed: dict[str, Any] = {
+        "log": base.log.model_copy(update={"alert_command": None}),
+        "checkpoint": base.checkpoint.model_copy(update={"mirror": None}),
+    }
+    settings = base.model_copy(update=changed if mesh is None else {**changed, "mesh": mesh})
     assert made.parent is not None
     departure = made.parent.model_copy(update={"run": "../.."})
     first = made.model_copy(update={"segment": 0, "parent": departure})
@@ -260,6 +277,8 @@ def _copy_records(branch: RunFolder, book: logbook.Logbook, segment: int, stop: 
         kept = {k: v for k, v in record.items() if k not in ("event", "time")} | {
             "segment": segment
         }
+        if record["event"] == "checkpoint":
+            logbook.required(record, branch.path, step=int)
         is_step = record["event"] == "step" and record["step"] < stop
         is_saved = record["event"] == "checkpoint" and record["step"] <= stop
         if is_step or is_saved or record["event"] == "program":
@@ -279,29 +298,39 @@ def recurrences(settings: config.Config, segment: Segment, num_sequences: int) -
 
     Returns:
       excluded_positions, sequence_ids, and epochs (0-based, of the planned run) in which those
-      sequences are read again.
+      sequences are read again, the first 1000.
     """
     last = data.window(
         segment.data_step(settings.steps), settings.data.ramp, segment.exclusions
     ).first_position
-    positions = [p for start, stop in segment.exclusions for p in range(start, stop)]
-    ids = data.sequence_ids(settings.seed, positions, num_sequences)
-    first_epoch = min((p // num_sequences for p in positions), default=0)
+    ids: set[int] = set()
+    for start, stop in segment.exclusions:
+        if stop - start >= 2 * num_sequences:  # a whole epoch lies within
+            ids = set(range(num_sequences))
+            break
+        ids.update(data.sequence_ids(settings.seed, range(start, stop), num_sequences).tolist())
+    first_epoch = min((start // num_sequences for start, _ in segment.exclusions), default=0)
+    end = min((last - 1) // num_sequences + 1, first_epoch + 1 + _MOST_EPOCHS)
     return {
-        "excluded_positions": len(positions),
-        "sequence_ids": sorted(set(ids.tolist())),
-        "epochs": list(range(first_epoch + 1, (last - 1) // num_sequences + 1)),
+        "excluded_positions": sum(stop - start for start, stop in segment.exclusions),
+        "sequence_ids": sorted(ids),
+        "epochs": list(range(first_epoch + 1, end)),
     }
 
 
 def describe(branch: RunFolder) -> dict[str, Any]:
-    """A branch in numbers: where it departed, what it changed, how far it came."""
+    """A branch in numbers: where it departed, what it changed, how far it came.
+
+    Raises:
+      CannotDo: its segment or its logbook is damaged.
+    """
     segment = segments.read(branch.segment(0))
-    assert segment.parent is not None
-    steps: dict[int, float] = {}
+    if segment.parent is None:
+        raise CannotDo(f"{branch.path} is damaged: it departs from nowhere; restore it")
+    steps: dict[int, float | str] = {}
     for record in logbook.scan(branch.path):
         if isinstance(record, dict) and record["event"] == "step":
-            steps[record["step"]] = record["computed"]["loss"]
+            steps[record["step"]] = _loss(branch, record)
     at_departure = [i for i in segment.interventions if i.at == segment.start_step]
     return {
         "branch": branch.path.name,
@@ -319,6 +348,14 @@ def describe(branch: RunFolder) -> dict[str, Any]:
     }
 
 
+def _loss(run: RunFolder, record: dict[str, Any]) -> float | str:
+    """As recorded: one that is not finite is text."""
+    loss = record["computed"].get("loss")
+    if logbook.number(loss) is None:
+        raise logbook.damaged(record, run.path, "computed")
+    return loss
+
+
 def losses_beside(run: RunFolder, branch: RunFolder) -> list[tuple[int, Any, Any]]:
     """(step, loss in the segment it departed from, loss in the branch) for the branch's steps."""
     described = describe(branch)
@@ -331,5 +368,5 @@ def losses_beside(run: RunFolder, branch: RunFolder) -> list[tuple[int, Any, Any
             and record["segment"] == described["segment"]
             and record["step"] in own
         ):
-            parents[record["step"]] = record["computed"]["loss"]
+            parents[record["step"]] = _loss(run, record)
     return [(step, parents.get(step), own[step]) for step in sorted(own)]

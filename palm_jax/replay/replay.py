@@ -70,6 +70,7 @@ def recorded(run: RunFolder, segment: int, start: int, stop: int, attempt: int |
 
     Raises:
       WrongInput: the logbook does not have one of them.
+      CannotDo: it is damaged.
     """
     found: dict[int, dict[str, Any]] = {}
     governed: dict[int, int] = {}  # step -> which start
@@ -80,6 +81,7 @@ def recorded(run: RunFolder, segment: int, start: int, stop: int, attempt: int |
         if not isinstance(record, dict):
             continue
         if record["event"] == "start":
+            logbook.required(record, run.path, environment=dict)
             starts.append(record["environment"])
         elif record.get("segment") != segment:
             continue
@@ -87,18 +89,25 @@ def recorded(run: RunFolder, segment: int, start: int, stop: int, attempt: int |
             if attempt is None or record["attempt"] == attempt:
                 found[record["step"]] = record["bits"]
                 governed[record["step"]] = len(starts) - 1
-        elif record["event"] == "checkpoint" and record["step"] <= stop:
-            state_digests[record["step"]] = record["state_digest"]
+        elif record["event"] == "checkpoint":
+            logbook.required(record, run.path, step=int, state_digest=str)
+            if record["step"] <= stop:
+                state_digests[record["step"]] = record["state_digest"]
         elif record["event"] == "program":
+            digests_of = dict.fromkeys(("lowered_digest", "fingerprint", "optimized_digest"), str)
+            logbook.required(record, run.path, **digests_of)
             programs.setdefault(record["lowered_digest"], set()).add(
                 (record["fingerprint"], record["optimized_digest"])
             )
-    if missing := [step for step in range(start, stop) if step not in found]:
+    missing = next((step for step in range(start, stop) if step not in found), None)
+    if missing is not None:
         which = "" if attempt is None else f" as attempt {attempt}"
         raise WrongInput(
-            f"the logbook of {run.path} has no record of step {missing[0]}{which} in segment "
+            f"the logbook of {run.path} has no record of step {missing}{which} in segment "
             f"{segment}; it can be compared only where it was recorded"
         )
+    if -1 in governed.values():
+        raise CannotDo(f"the logbook of {run.path} is damaged: it has steps before any start")
     used = [starts[index] for index in sorted(set(governed.values()))]
     return Recorded(found, used, state_digests, programs)
 
@@ -186,9 +195,10 @@ def replay(
                     name,
                     before.get(name),
                     again.get(name),
-                    tuple(
-                        _located(number, settings.numerics.lanes, history.environments[-1])
-                        for number in logbook.differing_microbatches(before, again)
+                    _located(
+                        logbook.differing_microbatches(before, again),
+                        settings.numerics.lanes,
+                        history.environments[-1],
                     ),
                 )
         pending.clear()
@@ -230,11 +240,16 @@ def replay(
     )
 
 
-def _located(number: int, lanes: int, environment: dict[str, Any]) -> Microbatch:
-    width = environment["mesh.data"] * environment["mesh.fsdp"]
-    device = number % width
-    return Microbatch(
-        number, number % lanes, device, device * environment["process_count"] // width
+def _located(numbers: list[int], lanes: int, environment: dict[str, Any]) -> tuple[Microbatch, ...]:
+    """Where these microbatches were computed; nothing if the environment does not say it."""
+    names = ("mesh.data", "mesh.fsdp", "process_count")
+    sizes = [size for name in names if logbook.is_count(size := environment.get(name)) and size]
+    if len(sizes) < len(names):
+        return ()
+    width = sizes[0] * sizes[1]
+    return tuple(
+        Microbatch(number, number % lanes, number % width, number % width * sizes[2] // width)
+        for number in numbers
     )
 
 

@@ -34,6 +34,7 @@ def newest_state(run: RunFolder, course: Course, step: int) -> Found:
 
     Raises:
       WrongInput: the segment begins after `step`.
+      CannotDo: a bundle has lost the state that it begins with.
     """
     segment = course.segment
     if step < segment.start_step:
@@ -52,6 +53,11 @@ def newest_state(run: RunFolder, course: Course, step: int) -> Found:
                 damaged.append(str(error))
                 continue
             return Found(state, candidate, candidate, tuple(damaged))
+    if segment.parent is None and segment.start_step:  # a bundle
+        raise CannotDo(
+            f"{run.path} begins with step {segment.start_step}, and no checkpoint of it can be "
+            f"read: {'; '.join(damaged) or 'it has none'}; copy it again"
+        )
     if segment.parent is None:
         return Found(course.program_at(0).init(), 0, None, tuple(damaged))
     found = departure_state(run, course)

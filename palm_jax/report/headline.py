@@ -12,6 +12,8 @@ from palm_jax.report.read import Reading
 from palm_jax.report.series import MEASURED, History, as_float
 
 
+# A logbook may hold numbers as large as floats go; what is worked out from them is then infinite.
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")
 def headline(reading: Reading) -> dict[str, Any]:
     """A run in some twenty numbers; what is not known is None.
 
@@ -63,12 +65,13 @@ def tokens(history: History, sequence_length: int) -> int | None:
     sizes, counts = history.series("batch_size"), history.series("tokens")
     if not len(counts.steps_S):
         return None
-    if len(sizes.steps_S) != len(history.steps_S):
-        return int(counts.values_S[-1])
-    before = int(counts.values_S[0]) - int(sizes.values_S[0]) * sequence_length
-    if int(history.steps_S[0]) == 0:
-        before = 0
-    return before + int(sizes.values_S.sum()) * sequence_length
+    total = counts.values_S[-1]
+    if len(sizes.steps_S) == len(history.steps_S):
+        before = counts.values_S[0] - sizes.values_S[0] * sequence_length
+        if int(history.steps_S[0]) == 0:
+            before = 0
+        total = before + sizes.values_S.sum() * sequence_length
+    return int(total) if np.isfinite(total) else None
 
 
 def _median(history: History, name: str) -> float | None:

@@ -56,7 +56,13 @@ def read(computed: Mapping[str, Any]) -> Vitals:
     Raises:
       ValueError: no loss, or what should be a number is none.
     """
+    try:
+        return _read(computed)
+    except (TypeError, LookupError, OverflowError) as error:
+        raise ValueError(f"what should be a number is none ({error})") from error
 
+
+def _read(computed: Mapping[str, Any]) -> Vitals:
     def number(name: str) -> float | None:
         value = computed.get(name)
         return None if value is None else float(value)  # takes "nan", "inf" and "-inf" too
@@ -73,10 +79,13 @@ def read(computed: Mapping[str, Any]) -> Vitals:
     if logit is None and (layers := computed.get("layers/max_attention_logit")) is not None:
         logit = _largest(layers)
     residual = computed.get("layers/residual_rms")
+    batch_size = int(computed.get("batch_size", 1))
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}")
     return Vitals(
         loss,
         gradient_norm,
-        int(computed.get("batch_size", 1)),
+        batch_size,
         bool(computed.get("applied", True)),
         clipped,
         number("loss_scale"),

@@ -72,7 +72,7 @@ def _of_segment(run: RunFolder, segment: Segment, stop: int | None) -> list[tupl
             continue
         try:
             found[step] = detection.read(record["computed"])
-        except (TypeError, ValueError, IndexError) as error:
+        except ValueError as error:
             raise CannotDo(
                 f"the logbook of {run.path} is damaged in its record of step {step}: {error}; "
                 "restore it"
@@ -169,6 +169,7 @@ def onsets(run: RunFolder) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for record in logbook.scan(run.path):
         if isinstance(record, dict) and record["event"] == "incident":
+            logbook.required(record, run.path, segment=int, onset=int)
             found.setdefault(record["segment"], []).append(record["onset"])
     return found
 
@@ -186,9 +187,12 @@ def rollbacks(run: RunFolder, segment: int | None = None) -> list[Rollback]:
             if (
                 isinstance(record, dict)
                 and record["event"] == "decision"
-                and record["action"] == "rollback"
-                and record["opens_segment"] in opened
+                and record.get("action") == "rollback"
             ):
+                logbook.required(record, folder.path, opens_segment=int, incident=list)
+                if len(record["incident"]) != 3 or not logbook.is_count(record["incident"][1]):
+                    raise logbook.damaged(record, folder.path, "incident")
                 # Decided twice, if the process died before the segment was there.
-                found[folder, record["opens_segment"]] = Rollback(onset=record["incident"][1])
+                if record["opens_segment"] in opened:
+                    found[folder, record["opens_segment"]] = Rollback(onset=record["incident"][1])
     return list(found.values())

@@ -765,10 +765,12 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
     name = draw(st.sampled_from(EVENTS))
     fields = draw(st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=5))
     record = {"event": name, **fields}
+    # A step with another number is no record.
+    whole = WHOLE.map(lambda n: abs(n) % 2**53) if name == "step" else WHOLE
     for key in ("segment", "step", "from_step", "stop_step"):
-        record[key] = draw(WHOLE)
+        record[key] = draw(whole)
     if name == "step":
-        record["attempt"] = draw(WHOLE)
+        record["attempt"] = draw(whole)
         record["computed"] = draw(
             st.fixed_dictionaries({}, optional={"loss": ODD, "applied": ODD, "rate": ODD})
         )

@@ -55,6 +55,7 @@ def note(run_dir: str | os.PathLike[str], text: str) -> None:
     _check_run(run_dir)
     if not text.strip():
         raise WrongInput("the note is empty: give its text, in quotes if it has spaces")
+    folder.check_own(run_dir)
     with logbook.Logbook.open(run_dir) as book:
         book.append("note", text=text)
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import math
 from typing import Any, TypeGuard
+
+from palm_jax.record.logbook import number
+
+__all__ = ["Record", "is_whole", "length_of_union", "moment", "number", "texts"]
 
 Record = dict[str, Any]
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def number(value: Any) -> float | None:
-    """A number, also one that is not finite; None if it is none."""
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-        return float(value)
-    if isinstance(value, float) or is_whole(value):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
-    return None
+    """A whole number that arrays, and a page's script, take as it is."""
+    return type(value) is int and abs(value) <= 2**53
 
 
 def texts(value: Any) -> list[str]:
