@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import pathlib
+import struct
 import tarfile
 import tempfile
 import zipfile
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from palm_jax import config, data, sharding
+from palm_jax import config, data, files, sharding
+from palm_jax.corpus import arrays
 from palm_jax.corpus.manifest import Manifest
 from palm_jax.corpus.reader import Corpus
 from palm_jax.course import Course
@@ -31,6 +33,11 @@ from palm_jax.replay import states
 from palm_jax.replay.archives import ARCHIVE
 
 ROWS = "rows.npz"
+# What zipfile may say of a file.
+_DAMAGED = (
+    *(zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, KeyError, NotImplementedError),
+    *(RuntimeError, struct.error),
+)
 _NAMES = {"train": ("ids", "tokens"), "held_out": ("held_out_ids", "held_out_tokens")}
 
 
@@ -42,12 +49,10 @@ class BundledRows:
         self._tokens: dict[str, npt.NDArray[Any]] = {}
         self._places: dict[str, dict[int, int]] = {}
         try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                for split, (ids, tokens) in _NAMES.items():
-                    if ids in arrays:
-                        places = {int(sequence): n for n, sequence in enumerate(arrays[ids])}
-                        self._places[split], self._tokens[split] = places, arrays[tokens]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            for split, (ids, tokens) in _read_rows(path, manifest).items():
+                self._places[split] = {sequence: n for n, sequence in enumerate(ids.tolist())}
+                self._tokens[split] = tokens
+        except (*_DAMAGED, OSError, ValueError) as error:
             raise CannotDo(f"{path} is damaged: {error}; copy the bundle again") from error
         if "train" not in self._places:
             raise CannotDo(f"{path} is damaged: it has no rows; copy the bundle again")
@@ -79,6 +84,43 @@ class BundledRows:
         return self._tokens[split][[places[sequence] for sequence in wanted]].astype(np.int32)
 
 
+_Rows = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]  # (ids, tokens)
+
+
+def _read_rows(path: pathlib.Path, manifest: Manifest) -> dict[str, _Rows]:
+    """{split: (ids, tokens)}. Errors of many kinds; but nothing is read that could be too large."""
+    found = {}
+    with files.opened(path) as file, zipfile.ZipFile(file) as archive:
+        there = set(archive.namelist())
+        for split, (ids, tokens) in _NAMES.items():
+            if f"{ids}.npy" in there:
+                found[split] = _read_array(archive, ids), _read_array(archive, tokens)
+                _check_rows(*found[split], split, manifest)
+    return found
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> npt.NDArray[np.integer]:
+    part = archive.getinfo(f"{name}.npy")
+    # np.savez does not compress. Compressed, a small file could fill the memory.
+    if part.compress_type != zipfile.ZIP_STORED or part.file_size > part.compress_size:
+        raise ValueError(f"{name} is not stored as it is")
+    with archive.open(part) as file:
+        dtype, shape, _ = arrays.header(file, part.file_size)
+        return np.frombuffer(file.read(), dtype).reshape(shape)
+
+
+def _check_rows(ids: Any, tokens: Any, split: str, manifest: Manifest) -> None:
+    shape = (len(ids) if ids.ndim == 1 else -1, manifest.sequence_length + 1)
+    if tokens.shape != shape:
+        raise ValueError(f"{split}: {tokens.dtype} of shape {tokens.shape} is no rows of tokens")
+    num_sequences = manifest.splits[split].sequences
+    if len(ids) and not (ids.min() >= 0 and ids.max() < num_sequences):
+        raise ValueError(f"{split}: it has ids beyond the corpus's {num_sequences} sequences")
+    # An id beyond the table would be clamped by the embedding without a word.
+    if len(ids) and not (tokens.min() >= 0 and tokens.max() < manifest.vocabulary_size):
+        raise ValueError(f"{split}: it has tokens beyond the {manifest.vocabulary_size} there are")
+
+
 def create(
     run: RunFolder, start: int, stop: int, out: str, *, corpus: Corpus, segment: int | None = None
 ) -> pathlib.Path:
@@ -96,7 +138,8 @@ def create(
     records = _records(run, number, start, stop)
     with written(out) as bundle:
         found = states.state_before(run, course, start)
-        first = described.model_copy(update={"segment": 0})
+        # It begins with the state that it carries, wherever the run had that from.
+        first = described.model_copy(update={"segment": 0, "parent": None, "start_step": start})
         folder.create(bundle, settings, run.manifest(), first)
         with Checkpoints(bundle.checkpoints(0), settings.checkpoint) as saved:
             digest = saved.save(start, found.state, {"segment": 0}, None)
@@ -117,13 +160,13 @@ def write_rows(
     bundle: RunFolder, corpus: data.Rows, wanted: collections.abc.Mapping[str, set[int]]
 ) -> None:
     """Give a bundle the rows of `wanted`, by split."""
-    arrays: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for split, ids in wanted.items():
         ordered = sorted(ids)
         names = _NAMES[split]
-        arrays[names[0]] = np.array(ordered, np.int64)
-        arrays[names[1]] = corpus.read(split, ordered).astype(np.dtype(corpus.manifest.dtype))
-    np.savez(bundle.path / ROWS, **arrays)
+        columns[names[0]] = np.array(ordered, np.int64)
+        columns[names[1]] = corpus.read(split, ordered).astype(np.dtype(corpus.manifest.dtype))
+    np.savez(bundle.path / ROWS, **columns)
 
 
 @contextlib.contextmanager
@@ -177,10 +220,13 @@ def _records(run: RunFolder, segment: int, start: int, stop: int) -> list[dict[s
         elif event == "step" and start <= record["step"] < stop:
             kept.append(record)
             steps.add(record["step"])
-        elif event == "checkpoint" and start < record["step"] <= stop:
-            kept.append(record)
-    if missing := [step for step in range(start, stop) if step not in steps]:
-        raise WrongInput(f"the logbook of {run.path} has no record of step {missing[0]}")
+        elif event == "checkpoint":
+            logbook.required(record, run.path, step=int)
+            if start < record["step"] <= stop:
+                kept.append(record)
+    missing = next((step for step in range(start, stop) if step not in steps), None)
+    if missing is not None:
+        raise WrongInput(f"the logbook of {run.path} has no record of step {missing}")
     return kept
 
 
