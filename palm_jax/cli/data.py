@@ -167,7 +167,7 @@ def scan(
     from palm_jax import console
     from palm_jax.corpus.reader import Corpus
     from palm_jax.diagnosis import scan as scanning
-    from palm_jax.diagnosis.casefile import FORENSICS, CaseFile
+    from palm_jax.diagnosis.casefile import CaseFile
     from palm_jax.diagnosis.texts import TextScores
     from palm_jax.record import folder, segments
 
@@ -178,7 +178,7 @@ def scan(
     number = there.last_segment() if segment is None else segment
     kinds: tuple[str, ...] = TextScores._fields
     if like is not None:
-        found = CaseFile.of(there, number, like).read(FORENSICS)
+        found = CaseFile.of(there, number, like).forensics()
         if found is None:
             raise WrongInput(
                 f"--like {like}: segment {number} of {run} has no diagnosis of a spike at that "

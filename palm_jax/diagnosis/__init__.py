@@ -12,6 +12,7 @@
   forensics.py   the suspect sequences beside others (texts.py: what is unusual about a text)
   scan.py        unusual text elsewhere in what a run is fed
   casefile.py    the diagnosis's folder
+  written.py     what its files hold
   diagnose.py    all of it, for one spike of a run
 
 Scores, votes, verdict and procedure are arithmetic on recorded numbers. Only experiment.py and

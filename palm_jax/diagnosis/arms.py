@@ -13,7 +13,11 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-Natural = Annotated[int, pydantic.Field(ge=0)]
+from palm_jax import config
+
+Natural = Annotated[int, pydantic.Field(ge=0, le=config.MOST_STEPS)]
+# Names the file of its result, which lies beside those of others.
+Name = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ,]{0,63}$")]
 
 Kind = Literal["H", "W", "A", "N", "C", "B", "E", "half rate", "D"]
 TITLES: dict[Kind, str] = {
@@ -46,7 +50,7 @@ class Arm(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: str
+    name: Name
     kind: Kind
     replicate: Natural = 0  # seeds what is permuted and drawn
     state_step: Natural  # the state before this step of the run
@@ -59,6 +63,16 @@ class Arm(pydantic.BaseModel):
     skip_above: float | None = None  # gradient norm; None: what the run did
     overrides: tuple[str, ...] = ()
     update_count: Natural | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _steps_rise(self) -> Arm:
+        # H has no step where the fork is the first state there is.
+        last = self.stop if self.kind == "H" else self.stop - 1
+        if not self.first <= self.scored_from <= last:
+            raise ValueError(
+                f"arm {self.name}: steps {self.first}, {self.scored_from}, {self.stop} do not rise"
+            )
+        return self
 
     @property
     def num_steps(self) -> int:
@@ -81,6 +95,20 @@ class Plan(pydantic.BaseModel):
     budget: Natural  # steps, of all arms together
     seconds_per_step: float | None  # as recorded
     arms: tuple[Arm, ...]
+
+    @pydantic.model_validator(mode="after")
+    def _steps_rise(self) -> Plan:
+        within = self.fork < self.window_stop <= self.stop
+        if not (within and self.fork <= self.onset < self.stop):
+            raise ValueError(
+                f"steps fork={self.fork}, onset={self.onset}, window_stop={self.window_stop} and "
+                f"stop={self.stop} do not rise"
+            )
+        if self.healthy not in self.earlier or max(self.earlier) >= self.fork:
+            raise ValueError("earlier: there must be steps before the fork, `healthy` among them")
+        if len({arm.name for arm in self.arms}) < len(self.arms):
+            raise ValueError("arms: two have one name")
+        return self
 
     @property
     def horizon(self) -> int:

@@ -11,9 +11,11 @@ import shutil
 
 import numpy as np
 
+from palm_jax import files
 from palm_jax.diagnosis.casefile import FOLDER
 from palm_jax.diagnosis.diagnose import Diagnosis
 from palm_jax.diagnosis.feeds import ArmSource
+from palm_jax.errors import CannotDo
 from palm_jax.record import folder
 from palm_jax.record.folder import RunFolder
 from palm_jax.replay import bundles
@@ -27,6 +29,13 @@ def create(case: Diagnosis, out: str) -> pathlib.Path:
       WrongInput: `out` exists.
       CannotDo: it cannot be written.
     """
+    try:
+        return _create(case, out)
+    except OSError as error:
+        raise CannotDo(f"cannot write the bundle {out}: {error}") from error
+
+
+def _create(case: Diagnosis, out: str) -> pathlib.Path:
     run, plan, course = case.run, case.plan, case.lab.course
     rows: set[int] = set()
     for arm in plan.arms:
@@ -37,8 +46,8 @@ def create(case: Diagnosis, out: str) -> pathlib.Path:
     with bundles.written(out) as bundle:
         bundle.path.mkdir()
         for name in (folder.CONFIG, folder.MANIFEST):
-            shutil.copy(run.path / name, bundle.path / name)
-        shutil.copytree(run.path / "logbook", bundle.path / "logbook")
+            _copy(run.path / name, bundle.path / name)
+        _copy(run.path / "logbook", bundle.path / "logbook")
         for number in range(run.last_segment() + 1):
             _copy_segment(run, bundle, number)
         for source_run, segment, _ in history.chain(run, plan.segment):
@@ -47,9 +56,8 @@ def create(case: Diagnosis, out: str) -> pathlib.Path:
             saved = run.checkpoints(segment.segment)
             for step in sorted(wanted):
                 if (saved / str(step)).is_dir():
-                    there = bundle.checkpoints(segment.segment) / str(step)
-                    shutil.copytree(saved / str(step), there)
-        shutil.copytree(case.case.path, bundle.path / FOLDER / case.case.path.name)
+                    _copy(saved / str(step), bundle.checkpoints(segment.segment) / str(step))
+        _copy(case.case.path, bundle.path / FOLDER / case.case.path.name)
         held_out = set(range(int(case.lab.probe.counted.sum())))
         bundles.write_rows(bundle, course.corpus, {"train": rows, "held_out": held_out})
     return pathlib.Path(out).absolute()
@@ -58,4 +66,13 @@ def create(case: Diagnosis, out: str) -> pathlib.Path:
 def _copy_segment(run: RunFolder, bundle: RunFolder, number: int) -> None:
     there = bundle.segment(number)
     there.mkdir(parents=True)
-    shutil.copy(run.segment(number) / "segment.json", there / "segment.json")
+    _copy(run.segment(number) / "segment.json", there / "segment.json")
+
+
+def _copy(source: pathlib.Path, target: pathlib.Path) -> None:
+    """A file or a folder, and nothing that a link leads to."""
+    files.check_all_plain(source)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy(source, target)

@@ -17,13 +17,12 @@ import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-import pydantic
-
-from palm_jax import config
+from palm_jax import config, files
 from palm_jax.diagnosis.arms import Arm, Plan
+from palm_jax.diagnosis.written import Forensics, Result
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import logbook
-from palm_jax.record.folder import RunFolder, write_whole
+from palm_jax.record.folder import RunFolder, check_own, write_whole
 
 if TYPE_CHECKING:
     from palm_jax.record.checkpoints import Checkpoints
@@ -48,8 +47,8 @@ class CaseFile:
         if not path.is_file():
             return None
         try:
-            return Plan.model_validate_json(path.read_text(encoding="utf-8"))
-        except (pydantic.ValidationError, UnicodeDecodeError) as error:
+            return files.described(path, Plan)
+        except (OSError, ValueError) as error:
             raise CannotDo(
                 f"{path} is damaged: {error}; remove {self.path} to begin anew"
             ) from None
@@ -74,6 +73,7 @@ class CaseFile:
 
     def begin(self, plan: Plan) -> None:
         """Write the plan, where there is none. Raises CannotDo if it cannot be written."""
+        check_own(self.path.parent.parent)
         if self.plan() is not None:
             return
         try:
@@ -118,16 +118,12 @@ class CaseFile:
         if not path.is_file():
             return None
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            same = Arm.model_validate_json(json.dumps(fields["arm"])) == arm
-            for name in ("probe", "loss", "gradient_norm"):
-                fields[name] = [float(x) for x in fields[name]]
-            fields["begin"] = float(fields["begin"])
-        except (ValueError, KeyError, TypeError) as error:
+            found = files.described(path, Result)
+        except (OSError, ValueError) as error:
             raise CannotDo(f"{path} is damaged: {error}; remove it") from None
-        if not same:
+        if found.arm != arm:
             raise CannotDo(f"{path} is of an arm that differs from the plan's; remove it")
-        return fields
+        return found.model_dump()
 
     def results(self, plan: Plan) -> dict[str, dict[str, Any]]:
         """By arm."""
@@ -143,16 +139,15 @@ class CaseFile:
             self.path / name, json.dumps(logbook.plain(fields), allow_nan=False, indent=1) + "\n"
         )
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """What `write` wrote; None if there is none. Raises CannotDo if it is damaged."""
-        path = self.path / name
+    def forensics(self) -> dict[str, Any] | None:
+        """None if there are none. Raises CannotDo if they are damaged."""
+        path = self.path / FORENSICS
         if not path.is_file():
             return None
         try:
-            fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            return files.described(path, Forensics).model_dump()
+        except (OSError, ValueError) as error:
             raise CannotDo(f"{path} is damaged: {error}; remove it") from None
-        return fields
 
     def _result(self, arm: Arm) -> pathlib.Path:
         return self.path / "arms" / f"{arm.name.replace(' ', '_')}.json"

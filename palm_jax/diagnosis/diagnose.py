@@ -97,6 +97,9 @@ def make_plan(
       WrongInput: the spike is too early, the corpus has no other data, or unpinned clocks would
         have another rate.
     """
+    for option, number in (("--before", before), ("--after", after), ("--budget", budget)):
+        if number > config.MOST_STEPS:
+            raise WrongInput(f"{option} {number}: give at most {config.MOST_STEPS:,}")
     described = segments.read(run.segment(located.segment))
     onset = located.onset
     fork = max(described.start_step, onset - before)
@@ -179,14 +182,16 @@ def _earlier_states(run: RunFolder, segment: int, fork: int) -> list[int]:
 
 def _seconds_per_step(run: RunFolder, segment: int) -> float | None:
     steps = logbook.last_attempts(run.path, segment).values()
-    seconds = [record["measured"]["step_seconds"] for record in steps]
+    measured = (record.get("measured") for record in steps)
+    found = (logbook.number(m.get("step_seconds")) for m in measured if isinstance(m, dict))
+    seconds = [one for one in found if one is not None and math.isfinite(one)]
     return round(statistics.median(seconds), 6) if seconds else None
 
 
 def _check_rates(run: RunFolder, plan: Plan) -> None:
     """Raise WrongInput where an earlier state's own clock has another rate than the spike's."""
     rates = {
-        step: float(record["computed"]["rate"])
+        step: logbook.number(record["computed"].get("rate"))
         for step, record in logbook.last_attempts(run.path, plan.segment).items()
     }
     here = rates.get(plan.fork)
@@ -335,7 +340,7 @@ class Diagnosis:
 
     def examine_data(self) -> None:
         """Look at the suspect sequences, if that was not done yet."""
-        if self.case.read(FORENSICS) is None:
+        if self.case.forensics() is None:
             found = dataclasses.asdict(forensics.examine(self.lab))
             if processes.is_first():
                 self.case.write(FORENSICS, found)
@@ -353,7 +358,8 @@ class Diagnosis:
         first = leading.departures(vitals, plan.onset, plan.window_stop)
         in_force = self.lab.course.segment.settings_at(self.settings, plan.fork)
         at_fork = steps.get(plan.fork)
-        fork_count = int(at_fork["computed"]["schedule_step"]) if at_fork else plan.fork
+        counted = at_fork["computed"].get("schedule_step") if at_fork else None
+        fork_count = counted if logbook.is_count(counted) else plan.fork
         fields = {
             "verdict": findings.verdict.cause,
             "because": findings.verdict.because,
@@ -381,7 +387,7 @@ class Diagnosis:
                 str(step): shared_memory(in_force, fork_count, plan.fork - step)
                 for step in sorted({arm.state_step for arm in plan.arms} - {plan.fork})
             },
-            "forensics": self.case.read(FORENSICS),
+            "forensics": self.case.forensics(),
             "damaged_checkpoints": sorted({d for r in results.values() for d in r["damaged"]}),
             "environment_differences": {k: list(v) for k, v in self.changed.items()},
             "recommendation": treatments.recommended(

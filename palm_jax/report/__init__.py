@@ -17,7 +17,10 @@ import pathlib
 import secrets
 from typing import Any
 
+import numpy as np
+
 from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.record import folder
 from palm_jax.report import figures, marks, page
 from palm_jax.report.headline import headline
 from palm_jax.report.read import Reading, read
@@ -45,6 +48,8 @@ def write(
     if path.is_dir():
         raise WrongInput(f"--out {path} is a folder; name the file")
     reading = read(run_dir, segment)
+    if out is None:
+        folder.check_own(run_dir)
     numbers = headline(reading)
     text = page.render(content(reading, numbers))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
@@ -60,6 +65,8 @@ def write(
     return path, numbers
 
 
+# As in headline.py.
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")
 def content(reading: Reading, numbers: dict[str, Any]) -> page.Content:
     """What the page of a run shows; pure."""
     history = reading.history

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import math
 import pathlib
-from typing import Any
+from typing import Any, TypeVar
 
+from palm_jax import files
+from palm_jax.diagnosis.arms import Plan
+from palm_jax.diagnosis.written import Result, Verdict
 from palm_jax.errors import CannotDo
 
 FOLDER = "diagnoses"
@@ -45,30 +47,30 @@ def read(run: pathlib.Path) -> list[Diagnosed]:
     """Those with a verdict, oldest first. Raises CannotDo where a file is damaged."""
     found = []
     for path in sorted((run / FOLDER).glob("*/verdict.json")):
-        verdict = _json(path)
-        plan = _json(path.parent / "plan.json")
-        horizon = plan["stop"] - plan["fork"]
+        verdict, plan = _described(path, Verdict), _described(path.parent / "plan.json", Plan)
         curves = []
         for file in sorted((path.parent / "arms").glob("*.json")):
-            fields = _json(file)
-            arm = fields["arm"]
-            if arm["kind"] in KINDS:
+            result = _described(file, Result)
+            arm = result.arm
+            if arm.kind in KINDS:
                 # The second half of an arm that goes over the window twice.
-                shift = horizon if arm["scored_from"] == plan["stop"] else 0
-                losses = tuple(float(x) for x in (fields["begin"], *fields["probe"]))
-                curves.append(Curve(arm["name"], arm["kind"], arm["scored_from"] - shift, losses))
+                shift = plan.horizon if arm.scored_from == plan.stop else 0
+                losses = (result.begin, *result.probe)
+                curves.append(Curve(arm.name, arm.kind, arm.scored_from - shift, losses))
         order = list(KINDS)
         curves.sort(key=lambda curve: (-order.index(curve.kind), curve.name))
-        found.append(Diagnosed(verdict, tuple(curves)))
+        found.append(Diagnosed(verdict.model_dump(), tuple(curves)))
     return found
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+Model = TypeVar("Model", Verdict, Plan, Result)
+
+
+def _described(path: pathlib.Path, model: type[Model]) -> Model:
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return files.described(path, model)
     except (OSError, ValueError) as error:
         raise CannotDo(f"{path} is damaged: {error}; remove {path.parent}") from None
-    return fields
 
 
 def picture(diagnosed: Diagnosed) -> str:
