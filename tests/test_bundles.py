@@ -17,6 +17,7 @@ from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record.folder import RunFolder
 from palm_jax.replay import archives, branches, bundles
 from palm_jax.replay import replay as replaying
+from palm_jax.spikes import history
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,8 @@ def test_branch_can_be_bundled(run, tmp_path):
     with Corpus.open(there.config().data.corpus) as corpus:
         out = bundles.create(made, 7, 9, str(tmp_path / "out"), corpus=corpus)
     assert replay(out, 7, 9).identical
+    # It departs from nowhere: what the branch departed from is not in it.
+    assert [segment.start_step for _, segment, _ in history.chain(RunFolder(out))] == [7]
 
 
 def test_existing_place_and_missing_steps_are_refused(run, tmp_path):
