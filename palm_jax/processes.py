@@ -47,15 +47,17 @@ def name() -> str:
     return f"process {jax.process_index()} ({socket.gethostname()})"
 
 
-def wait_for_all(what: str) -> None:
+def wait_for_all(what: str, seconds: int | None = None) -> None:
     """Return when every process has come here.
 
+    Args:
+      seconds: how long to wait; the default is `distributed.start_timeout_s`.
     Raises:
-      LostPeer: some have not within `distributed.start_timeout_s`; it names them.
+      LostPeer: some have not come; it names them.
     """
     if jax.process_count() == 1:
         return
-    seconds = meeting.waits().start_timeout_s
+    seconds = seconds or meeting.waits().start_timeout_s
     try:
         _client().wait_at_barrier(f"palm_jax: {what} {next(_ROUND)}", seconds * 1000)
     except jax.errors.JaxRuntimeError as error:
@@ -64,7 +66,7 @@ def wait_for_all(what: str) -> None:
             raise
         raise LostPeer(
             f"{_listed(missing)} of {jax.process_count()} did not come as far as {what!r} within "
-            f"distributed.start_timeout_s={seconds}"
+            f"{seconds} s (distributed.start_timeout_s)"
         ) from error
 
 

@@ -155,7 +155,7 @@ def _train_segment(
         state, digest = _state_at(start, run_folder, course, saved)
         _check_data(run_folder, course, start)
 
-        processes.wait_for_all("palm_jax: everything is read")
+        processes.wait_for_all("everything is read")
         book = stack.enter_context(
             logbook.Logbook.open(run_folder.path) if processes.is_first() else logbook.Unwritten()
         )
@@ -267,7 +267,7 @@ def _open_together(
         mirroring.bring_back(settings, pathlib.Path(run))
         opened = folder.open_run(run, settings, manifest)
         stack.enter_context(lock.held(opened[0].path))
-    processes.wait_for_all("palm_jax: the run's folder is there")
+    processes.wait_for_all("the run's folder is there")
     return opened if processes.is_first() else folder.open_run(run, settings, manifest)
 
 

@@ -149,7 +149,7 @@ class Watch:
                 folder.open_segment(self._run, self._departed(decision))
             action = None if decision.action == "none" else f"{decision.action}: {decision.reason}"
         action = processes.agreed(action)
-        processes.wait_for_all("palm_jax: decided about an incident")
+        processes.wait_for_all("decided about an incident")
         if action is None:
             return None
         if self._run.last_segment() > segment.segment:

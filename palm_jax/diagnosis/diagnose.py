@@ -267,7 +267,7 @@ class Diagnosis:
             )
         if processes.is_first():
             self.case.begin(plan)
-        processes.wait_for_all("palm_jax: the diagnosis's plan is there")
+        processes.wait_for_all("the diagnosis's plan is there")
         course = Course(
             settings,
             segments.read(run.segment(plan.segment)),
@@ -308,7 +308,7 @@ class Diagnosis:
         fields["environment_differences"] = {k: list(v) for k, v in self.changed.items()}
         if processes.is_first():
             self.case.add(arm, fields)
-        processes.wait_for_all(f"palm_jax: arm {arm.name} is written")
+        processes.wait_for_all(f"arm {arm.name} is written")
         return True
 
     def findings(self) -> Findings:
@@ -344,7 +344,7 @@ class Diagnosis:
             found = dataclasses.asdict(forensics.examine(self.lab))
             if processes.is_first():
                 self.case.write(FORENSICS, found)
-            processes.wait_for_all("palm_jax: the forensics are written")
+            processes.wait_for_all("the forensics are written", seconds=3600)
 
     # --- the verdict ---
 
