@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     "data": {"corpus": "corpus", "ramp": {"starts": [0, 12], "sizes": [4, 8]}},
     "numerics": {"lanes": 2, "microbatch": 2},
     "checkpoint": {"every": SAVE_EVERY},
-    "distributed": {"timeout_s": 10, "start_timeout_s": 60},
+    "distributed": {"timeout_s": 20, "start_timeout_s": 60},
     "supervise": {"backoff_s": 0.1, "stall_s": 20.0},
     "log": {"every": 1, "tensorboard": False, "vitals": "basic"},
 }
