@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from palm_jax import config
 from palm_jax.errors import CannotDo, WrongInput
@@ -114,10 +114,22 @@ def _start_timeout(waits: config.Distributed) -> str:
 _waits: config.Distributed | None = None
 
 
+def have_met() -> bool:
+    """Whether this process belongs to several; asks no device."""
+    return _waits is not None
+
+
 def waits() -> config.Distributed:
     """How long the processes of this run wait for each other."""
     assert _waits is not None, "start() has met no other process"
     return _waits
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without the farewell for which JAX would wait for its peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _initialize(waits: config.Distributed, **arguments: Any) -> None:

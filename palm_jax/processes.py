@@ -13,13 +13,12 @@ import collections.abc
 import contextlib
 import itertools
 import json
-import os
 import re
 import socket
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -184,14 +183,7 @@ def _end_with_another(is_over: threading.Event) -> None:
             continue  # nobody has told; if the service has ended, XLA says so
         if told["process"] != name():
             print(f"error: {told['process']} has ended: {told['error']}", file=sys.stderr)
-            leave(LostPeer.exit_code)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process without the farewell for which JAX would wait for its peers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+            meeting.leave(LostPeer.exit_code)
 
 
 def _client() -> Any:

@@ -435,6 +435,18 @@ OTHER = {
     "spikes.exclude_batches": "400",
     "spikes.rate_scale": "0.9",
     "spikes.same_place_steps": "600",
+    "checkpoint.mirror": "elsewhere",
+    "checkpoint.mirror_every": "7",
+    "verify.every": "10",
+    "distributed.timeout_s": "10",
+    "distributed.start_timeout_s": "20",
+    "distributed.denied_hosts": "[a, b]",
+    "supervise.restarts": "2",
+    "supervise.backoff_s": "0.5",
+    "supervise.longest_backoff_s": "9.0",
+    "supervise.stall_factor": "3.0",
+    "supervise.stall_s": "9.0",
+    "supervise.start_s": "9.0",
     "precision.loss_scale": "none",
     "precision.loss_scale_initial": "4",
     "precision.loss_scale_factor": "4",
@@ -463,7 +475,17 @@ def test_fingerprint_changes_with_every_setting_but_those_that_may_change(small,
     after = config.load(small, [*common, f"{name}={OTHER[name]}"])
     assert after != before
     assert list(config.differences(before, after)) == [name]
-    may_change = name.split(".")[0] in {"steps", "log", "eval", "checkpoint", "spikes"} or name in {
+    sections = {
+        "steps",
+        "log",
+        "eval",
+        "checkpoint",
+        "spikes",
+        "verify",
+        "distributed",
+        "supervise",
+    }
+    may_change = name.split(".")[0] in sections or name in {
         "data.corpus",
         "data.read_threads",
         "data.prefetch_steps",

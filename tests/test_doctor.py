@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from palm_jax import config, doctor, errors, probe
-from palm_jax.record import folder
+from palm_jax.record import lock
 
 ROOT = pathlib.Path(__file__).parents[1]
 SET_BY_CONFTEST = ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")
@@ -197,7 +197,7 @@ def test_good_disk_has_no_problem_and_nothing_stays_on_it(tmp_path):
 
 
 def test_disk_that_grants_a_lock_twice_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "held", lambda run: contextlib.nullcontext())
+    monkeypatch.setattr(lock, "held", lambda run: contextlib.nullcontext())
     problem = probe.place(str(tmp_path))["problem"]
     assert "cannot be locked" in problem
     assert "granted as well" in problem
@@ -207,7 +207,7 @@ def test_disk_that_refuses_locks_is_found(tmp_path, monkeypatch):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS does
 
-    monkeypatch.setattr(folder.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
     assert "cannot be locked" in probe.place(str(tmp_path))["problem"]
 
 

@@ -164,7 +164,11 @@ def test_hosts_of_a_tpu_slice_meet_before_anything_else():
     )
     assert done.returncode == 0, done.stderr
     # What C++ prints on the way does not reach stdout.
-    assert done.stdout.splitlines() == ["meets {} False", "highest"]
+    waits = (
+        "{'initialization_timeout': 330, 'heartbeat_timeout_seconds': 100, "
+        "'shutdown_timeout_seconds': 100}"
+    )
+    assert done.stdout.splitlines() == [f"meets {waits} False", "highest"]
     assert done.stderr == "from C\n"
 
 

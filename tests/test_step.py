@@ -237,7 +237,7 @@ def test_initial_state_has_the_same_bits_on_any_mesh(small, mesh):
 def test_gradients_cross_devices_once_and_slice_by_slice(small):
     """Which collectives a step has: one too many made steps of other trainers several times
     slower, and no number shows it."""
-    settings = on_axes(small, (2, 4, 1))
+    settings = on_axes(small, (2, 4, 1), **{"log.vitals": "all"})
     program = program_for(settings)
     batch = program.put(tokens_of(settings, 5))
     lowered = program.traceable_step.lower(program.state_shapes, batch, step.controls())

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import typer
 
+from palm_jax import meeting
 from palm_jax.cli import (
     branch,
     checkpoints,
@@ -95,7 +96,7 @@ def main() -> None:
 def _end(message: str, exit_code: int) -> NoReturn:
     with contextlib.suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
         print(message, file=sys.stderr)
-    processes = sys.modules.get("palm_jax.processes")
-    if processes is not None and processes.are_several():
-        processes.leave(exit_code)
+    if meeting.have_met():
+        # Without JAX's farewell, which would wait for the other processes.
+        meeting.leave(exit_code)
     sys.exit(exit_code)

@@ -19,7 +19,7 @@ from corpus import corpora
 
 from palm_jax import config
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.record import checkpoints
+from palm_jax.record import inventory
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.replay import archives
 from palm_jax.replay.bundles import ROWS, BundledRows
@@ -255,7 +255,7 @@ STORED = {
 def saved(tmp_path_factory) -> pathlib.Path:
     """A folder with a checkpoint whose record is all that is read here."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
-    for mark in checkpoints._MARKS:
+    for mark in inventory._MARKS:
         path = folder / "4" / mark
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
@@ -267,7 +267,7 @@ METADATA = pathlib.Path("4", "record", "metadata")
 
 
 def signed(folder: pathlib.Path, stored: dict) -> bytes:
-    text = json.dumps({**stored, "checksum": checkpoints._checksum(stored)})
+    text = json.dumps({**stored, "checksum": inventory.checksum(stored)})
     (folder / METADATA).write_text(text)
     return text.encode()
 
