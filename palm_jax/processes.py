@@ -30,7 +30,7 @@ from palm_jax.errors import LostPeer, WrongInput
 
 _ROUND = itertools.count()  # every process asks the same questions in the same order
 _LISTEN_S = 1  # between two questions to process 0, which answers a hundred of them in that time
-_FAREWELL_S = 3  # for the others to hear it, before process 0 takes the service with it
+_FAREWELL_S = 3
 
 
 def are_several() -> bool:
@@ -161,13 +161,13 @@ def shared_fate() -> collections.abc.Iterator[None]:
         time.sleep(meeting.waits().timeout_s + _FAREWELL_S)
         raise LostPeer(f"the processes' connections failed: {_first_line(error)}") from error
     except Disagreement:
-        time.sleep(_FAREWELL_S)
+        _let_others_hear()
         raise
     except Exception as error:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was quicker
             text = f"{type(error).__name__}: {_first_line(error)}"
             _client().key_value_set(_GONE, json.dumps({"process": name(), "error": text}))
-        time.sleep(_FAREWELL_S)
+        _let_others_hear()
         raise
     finally:
         is_over.set()
@@ -183,7 +183,14 @@ def _end_with_another(is_over: threading.Event) -> None:
             continue  # nobody has told; if the service has ended, XLA says so
         if told["process"] != name():
             print(f"error: {told['process']} has ended: {told['error']}", file=sys.stderr)
+            _let_others_hear()
             meeting.leave(LostPeer.exit_code)
+
+
+def _let_others_hear() -> None:
+    # With process 0 the service ends, and XLA then aborts whoever has not ended by itself.
+    if is_first():
+        time.sleep(_FAREWELL_S)
 
 
 def _client() -> Any:

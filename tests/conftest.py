@@ -31,6 +31,7 @@ AFRESH = step.make_program
 # Settings that say when and where, and nothing of what a step computes.
 NOT_COMPILED = {
     **dict.fromkeys(["steps", "data", "checkpoint", "spikes", "eval"], True),
+    **dict.fromkeys(["verify", "distributed", "supervise"], True),
     "log": set(config.Log.model_fields) - {"vitals", "microbatch_digests"},
 }
 PROGRAMS: dict[tuple[str, jax.sharding.Mesh, int], step.Program] = {}

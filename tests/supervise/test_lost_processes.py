@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import re
+import shutil
 import signal
 import sys
 import time
@@ -56,6 +58,20 @@ def test_killed_process_is_named_and_one_process_goes_on_with_the_same_bits(plac
     (again,) = place.start("killed", command=["replay", "killed", "--steps", "3:9"])
     code, said = again.end()
     assert (code, said["identical"]) == (0, True), again.text()
+
+
+def test_process_that_fails_says_why_and_the_other_says_which_it_was(place, straight):
+    run = place.folder / "damaged"
+    shutil.copytree(place.folder / "straight", run)
+    for path in run.glob("segments/000/checkpoints/40/state/**/d/*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    members = place.start("damaged", 2)
+    ends = sorted((member.end()[0], member.text()) for member in members)
+    assert [code for code, _ in ends] == [3, 6], ends
+    assert "error: checkpoint 40" in ends[0][1]
+    assert re.search(r"error: process [01] \(.*\) has ended: CannotDo: checkpoint 40", ends[1][1])
 
 
 def test_paused_process_ends_the_other_and_then_itself(place):
