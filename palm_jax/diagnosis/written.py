@@ -37,6 +37,8 @@ class Result(_Written):
     probe: list[Number]
     loss: list[Number]
     gradient_norm: list[Number]
+    rate: list[Number]  # of the first and the last step
+    applied: Natural  # updates
     bits: dict[Step, dict[str, Any]]
     state_digests: dict[Step, str]
     state_digest: str

@@ -214,6 +214,7 @@ def test_a_damaged_result_is_refused_by_name(copied):
     other = case.plan.arm("A2").model_dump(mode="json")
     numbers = {"begin": 1.0, "probe": [1.0] * case.plan.horizon, "loss": [], "gradient_norm": []}
     rest = {"bits": {}, "state_digests": {}, "state_digest": "", "damaged": [], "seconds": 1.0}
+    rest |= {"rate": [], "applied": 0}
     case.case.add(arm, {"arm": other, **numbers, **rest})
     with pytest.raises(CannotDo, match=r"A1\.json is of an arm that differs"):
         case.findings()
