@@ -55,10 +55,6 @@ class Member:
         `keeps`: it starts the process that trains, and is not that process itself.
         """
 
-        def limit() -> None:
-            if largest_file is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-
         self._keeps = keeps
         self.said: list[str] = []
         self.step = 0  # the newest that it has told of
@@ -71,8 +67,11 @@ class Member:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=limit,
         )
+        # From outside and after the start: Popen's preexec_fn would fork a process with JAX's
+        # threads. Python takes longer to start than this.
+        if largest_file is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (largest_file, largest_file))
         self._printed: list[str] = []
         self._readers = [
             threading.Thread(target=read, daemon=True) for read in (self._read, self._read_out)
