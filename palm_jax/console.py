@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import time
 import types
 from typing import Any, Self
 
@@ -268,18 +269,36 @@ class _Bar:
 class PreparationProgress(_Bar):
     """Shows `corpus.prepare`'s (stage, done, total)."""
 
+    _IN_BYTES = ("choosing a sample", "reading")
+
     def __init__(self) -> None:
         super().__init__(
-            rich.progress.TextColumn("{task.description}"), rich.progress.TaskProgressColumn()
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TextColumn("{task.fields[speed]}"),
         )
         self._tasks: dict[str, rich.progress.TaskID] = {}
+        self._began: dict[str, tuple[float, int]] = {}  # when, and how much was done by then
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == "room":
+            self._console.print(
+                f"on disk this takes about {done / 1e6:,.0f} MB; {total / 1e6:,.0f} MB are free",
+                markup=False,
+            )
+            return
         if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(stage, total=total)
+            self._tasks[stage] = self._bar.add_task(stage, total=total, speed="")
+            self._began[stage] = time.perf_counter(), done
             if self._bar.disable:
                 self._console.print(f"{stage} ...", markup=False)
-        self._bar.update(self._tasks[stage], completed=done, total=total)
+        began, before = self._began[stage]
+        speed = ""
+        if stage in self._IN_BYTES and (seconds := time.perf_counter() - began) > 0.1:
+            speed = f"{(done - before) / seconds / 1e6:.1f} MB/s"
+        self._bar.update(self._tasks[stage], completed=done, total=total, speed=speed)
+        if self._bar.disable and speed and done == total:
+            self._console.print(f"{stage}: {total / 1e6:,.1f} MB, {speed}", markup=False)
 
 
 class ReplayProgress(_Bar):

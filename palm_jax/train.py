@@ -57,7 +57,7 @@ def check_corpus(settings: config.Config, manifest: Manifest) -> None:
     if model.vocabulary_size != manifest.vocabulary_size:
         raise WrongInput(
             f"model.vocabulary_size={model.vocabulary_size}, but the tokenizer "
-            f"{manifest.tokenizer!r} of data.corpus={path} has {manifest.vocabulary_size} ids; "
+            f"{manifest.tokenizer.kind} of data.corpus={path} has {manifest.vocabulary_size} ids; "
             f"set model.vocabulary_size={manifest.vocabulary_size}"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,47 +19,129 @@ from palm_jax.cli.terms import (
 )
 from palm_jax.errors import WrongInput
 
+if TYPE_CHECKING:
+    from palm_jax.corpus.manifest import Manifest
+
 app = typer.Typer(help="Prepare a corpus, and look at what a step trains on.", no_args_is_help=True)
 
 
 @app.command(
-    epilog="Example: palm-jax data prepare --source 'text:books/*.txt' --out corpora/books"
+    epilog="Example: palm-jax data prepare --source 'jsonl:dump/*.jsonl.zst' "
+    "--tokenizer sentencepiece:train:32768 --out corpora/dump"
 )
 def prepare(
-    source: Annotated[str, typer.Option(help="stdlib, or text:GLOB.")],
-    out: Annotated[str, typer.Option(help="The corpus folder to write.")],
+    source: Annotated[
+        list[str],
+        typer.Option(
+            help="stdlib, text:GLOB, jsonl:GLOB[:FIELD] (.gz and .zst, too), or "
+            "tfds:NAME[/CONFIG][:VERSION][@SPLIT][#FIELD]; may be given several times."
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="The corpus folder to write, or that of a part.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, sentencepiece:FILE, or sentencepiece:train:VOCABULARY.")
+    ] = "bytes",
     sequence_length: Annotated[int, typer.Option(help="Targets per sequence.")] = 256,
     held_out: Annotated[float, typer.Option(help="Fraction of documents held out.")] = 0.005,
     document_separator: Annotated[
         str | None, typer.Option(help="Split each text file into documents at this string.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Orders the documents.")] = 0,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Where the datasets of tfds: were prepared.")
+    ] = None,
+    drop_duplicates: Annotated[
+        bool, typer.Option("--drop-duplicates", help="Keep one document of each content.")
+    ] = False,
+    sample_megabytes: Annotated[
+        int, typer.Option(help="Text that a tokenizer is trained on.", min=1, max=10_000)
+    ] = 16,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Only this part of the source's files; `data merge` joins all N."
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(help="Threads; the result does not depend on it.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Turn text into a corpus: tokenised, split, shuffled and cut into sequences."""
+    """Turn text into a corpus: tokenised, split, shuffled and cut into sequences.
+
+    Interrupted, it goes on where it was when it is called again.
+    """
+    from palm_jax import console
+    from palm_jax.corpus import prepare as preparation
+
+    settings: dict[str, Any] = {
+        "source": tuple(source),
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "held_out": held_out,
+        "document_separator": document_separator,
+        "tokenizer": tokenizer,
+        "sample_bytes": sample_megabytes * 2**20,
+        "data_dir": data_dir,
+        "drop_duplicates": drop_duplicates,
+        "workers": workers,
+    }
+    if shard is None:
+        with console.PreparationProgress() as progress:
+            manifest = preparation.prepare(out=out, progress=progress, **settings)
+        _print_corpus(out, manifest, as_json)
+        return
+    here, slash, shards = shard.partition("/")
+    if not (slash and here.isdecimal() and shards.isdecimal() and len(shard) < 20):
+        raise WrongInput(f"--shard {shard} is not I/N, as 0/4 to 3/4 for four parts")
+    with console.PreparationProgress() as progress:
+        journal = preparation.prepare_part(
+            out=out, progress=progress, shard=int(here), shards=int(shards), **settings
+        )
+    if as_json:
+        print_json({"out": out, **journal.model_dump(mode="json", exclude={"files"})})
+        return
+    documents = sum(tally.documents for tally in journal.tallies.values())
+    print(f"{out}: part {shard} of a corpus, {documents:,} documents; join all by `data merge`")
+
+
+@app.command(epilog="Example: palm-jax data merge parts/* --out corpora/dump")
+def merge(
+    parts: Annotated[
+        list[pathlib.Path], typer.Argument(help="All that `data prepare --shard` made.")
+    ],
+    out: Annotated[str, typer.Option(help="The corpus folder to write.")],
+    as_json: AsJson = False,
+) -> None:
+    """Join the parts of a corpus: it is the one that one machine would have made."""
     from palm_jax import console
     from palm_jax.corpus import prepare as preparation
 
     with console.PreparationProgress() as progress:
-        manifest = preparation.prepare(
-            source=source,
-            out=out,
-            sequence_length=sequence_length,
-            seed=seed,
-            held_out=held_out,
-            document_separator=document_separator,
-            workers=workers,
-            progress=progress,
-        )
+        manifest = preparation.merge(parts=parts, out=out, progress=progress)
+    _print_corpus(out, manifest, as_json)
+
+
+def _print_corpus(out: str, manifest: Manifest, as_json: bool) -> None:
     if as_json:
         print_json({"out": out, **manifest.model_dump(mode="json")})
         return
-    print(f"{out}: corpus {manifest.digest[:16]}, {manifest.documents_read} documents")
+    print(f"{out}: corpus {manifest.digest[:16]}, {manifest.documents_read:,} documents")
     print(
-        f"  empty and left out: {manifest.empty_documents}; not UTF-8, kept byte for byte: "
-        f"{manifest.invalid_utf8_documents}; longest: {in_bytes(manifest.longest_document_bytes)}"
+        f"  empty and left out: {manifest.empty_documents:,}; not UTF-8, kept byte for byte: "
+        f"{manifest.invalid_utf8_documents:,}; longest: {in_bytes(manifest.longest_document_bytes)}"
     )
+    copies = sum(s.documents - s.distinct_documents for s in manifest.splits.values())
+    print(
+        f"  exact copies: {manifest.duplicates_dropped:,} dropped, {copies:,} kept; documents in "
+        f"both splits: {manifest.documents_in_both_splits}"
+    )
+    tokenizer = manifest.tokenizer
+    trained = (
+        f", trained on {tokenizer.training.sample_documents:,} documents of "
+        f"{in_bytes(tokenizer.training.sample_bytes)}"
+        if tokenizer.training
+        else ""
+    )
+    print(f"  tokenizer: {tokenizer.kind}, {tokenizer.vocabulary_size:,} ids{trained}")
     for name, split in manifest.splits.items():
         print(
             f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, "

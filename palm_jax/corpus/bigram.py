@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Counts are a dense V x V table, so larger vocabularies have no baseline.
-LARGEST_VOCABULARY = 4096
+LARGEST_VOCABULARY = 1024
 
 
 def count_pairs(tokens: npt.NDArray[np.integer], vocabulary_size: int) -> npt.NDArray[np.int64]:

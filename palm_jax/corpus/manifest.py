@@ -4,9 +4,12 @@ A corpus is a folder:
 
   manifest.json                        written last
   SPLIT-00000-of-00003.arrayrecord     records of L+1 tokens, in order of sequence id
-  SPLIT.offsets.npy                    i64[documents + 1], where in the split's token stream
-                                       each document begins; the last is the stream's length
+  SPLIT.offsets.npy                    i64[documents + 1, 2], where each document begins in the
+                                       split's token stream, and its name in the names; the last
+                                       row holds their lengths
   SPLIT.names.jsonl                    the documents' names in the same order, a string a line
+  SPLIT.digests.npy                    u8[documents, 16], of the documents' contents
+  tokenizer.model                      where the tokenizer is SentencePiece
 """
 
 # L sequence length
@@ -35,24 +38,63 @@ FileName = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9_.-]+$")]  # never
 Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Strict(pydantic.BaseModel):
+class Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False
     )
 
 
-class Shard(_Strict):
+class Shard(Strict):
     file: FileName
     sequences: Positive
     sha256: Sha256
 
 
-class IndexFile(_Strict):
+class IndexFile(Strict):
     file: FileName
     sha256: Sha256
 
 
-class Split(_Strict):
+class Training(Strict):
+    """How a SentencePiece vocabulary was trained; the sample is of the split train."""
+
+    sentencepiece: str  # version of the library
+    sample_bytes: Positive  # of text
+    sample_documents: Positive
+    threads: Positive  # more than one would add up in another order
+
+
+class Tokenizer(Strict):
+    """Which tokenizer. Ids below `vocabulary_size`, `end_of_document` among them."""
+
+    kind: Literal["bytes", "sentencepiece"]
+    vocabulary_size: Annotated[int, pydantic.Field(gt=0, le=2**31)]  # batches are int32
+    end_of_document: Natural
+    model: IndexFile | None = None
+    training: Training | None = None  # None: it came as it is
+
+    @pydantic.model_validator(mode="after")
+    def _is_whole(self) -> Tokenizer:
+        if self.end_of_document >= self.vocabulary_size:
+            raise ValueError(
+                f"end_of_document={self.end_of_document} is not below vocabulary_size="
+                f"{self.vocabulary_size}"
+            )
+        if (self.kind == "sentencepiece") != (self.model is not None):
+            raise ValueError(f"kind={self.kind} and model={self.model} do not go together")
+        return self
+
+    @property
+    def dtype(self) -> str:
+        """The smallest type that holds every id."""
+        return next(
+            name
+            for name in ("uint16", "uint32")
+            if self.vocabulary_size <= 2 ** int(name.removeprefix("uint"))
+        )
+
+
+class Split(Strict):
     """One split. Its stream is an end of document, then each document and its end.
 
     A target is a token with a predecessor, so `tokens`, all targets, is the stream without
@@ -70,23 +112,24 @@ class Split(_Strict):
     shards: tuple[Shard, ...]
     offsets: IndexFile
     names: IndexFile
+    digests: IndexFile
 
 
-class Manifest(_Strict):
-    format: Literal[1] = 1
+class Manifest(Strict):
+    format: Literal[2] = 2
     digest: Sha256  # of all that determines the token rows, see `corpus_digest`
-    tokenizer: str
-    vocabulary_size: Positive
-    end_of_document: Natural
-    dtype: Literal["uint8", "uint16", "uint32"]  # of the records, little-endian
+    tokenizer: Tokenizer
+    dtype: Literal["uint16", "uint32"]  # of the records, little-endian
     sequence_length: Positive  # targets per sequence
     seed: Natural
     held_out: Annotated[float, pydantic.Field(gt=0, lt=1)]  # fraction of distinct documents
-    source: str  # as given
+    source: Annotated[tuple[str, ...], pydantic.Field(min_length=1)]  # as given
     document_separator: str | None
+    drop_duplicates: bool
     source_digest: Sha256  # of the documents' contents, whatever their names and order
-    documents_read: Positive  # = empty_documents + the documents of both splits
+    documents_read: Positive  # = empty + duplicates dropped + the documents of both splits
     empty_documents: Natural  # of no bytes; left out
+    duplicates_dropped: Natural  # of one content with a document that is kept
     invalid_utf8_documents: Natural  # kept, byte for byte
     longest_document_bytes: Positive
     documents_in_both_splits: Natural  # distinct contents
@@ -99,21 +142,33 @@ class Manifest(_Strict):
         if tuple(self.splits) != SPLITS:
             raise ValueError(f"splits are {', '.join(self.splits)}, not {', '.join(SPLITS)}")
         kept = sum(split.documents for split in self.splits.values())
-        if self.documents_read != self.empty_documents + kept:
+        if self.documents_read != self.empty_documents + self.duplicates_dropped + kept:
             raise ValueError(
                 f"documents_read={self.documents_read} is not empty_documents="
-                f"{self.empty_documents} and the {kept} of the splits"
+                f"{self.empty_documents}, duplicates_dropped={self.duplicates_dropped} and the "
+                f"{kept} of the splits"
+            )
+        if self.dtype != self.tokenizer.dtype:
+            raise ValueError(
+                f"dtype={self.dtype}, but ids below {self.tokenizer.vocabulary_size} take "
+                f"{self.tokenizer.dtype}"
             )
         for name, split in self.splits.items():
             if split.tokens != split.sequences * self.sequence_length + split.tail_tokens:
                 raise ValueError(f"splits.{name}: sequences and tail do not add up to tokens")
             if split.sequences != sum(shard.sequences for shard in split.shards):
                 raise ValueError(f"splits.{name}: the shards do not add up to sequences")
-        if self.digest != corpus_digest(
-            self.tokenizer, self.vocabulary_size, self.sequence_length, self.splits
-        ):
+        if self.digest != corpus_digest(self.tokenizer, self.sequence_length, self.splits):
             raise ValueError(f"digest={self.digest} is not that of the entries it is made from")
         return self
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.tokenizer.vocabulary_size
+
+    @property
+    def end_of_document(self) -> int:
+        return self.tokenizer.end_of_document
 
     def is_same_corpus(self, other: Manifest) -> bool:
         """Equal rows, names and origin; how they are spread over files may differ."""
@@ -125,17 +180,15 @@ class Manifest(_Strict):
         return self.model_dump(exclude={"splits": without})
 
 
-def corpus_digest(
-    tokenizer: str, vocabulary_size: int, sequence_length: int, splits: dict[str, Split]
-) -> str:
+def corpus_digest(tokenizer: Tokenizer, sequence_length: int, splits: dict[str, Split]) -> str:
     """Hash of what determines the token rows of every split, and of nothing else.
 
     Paths, names and the division into shards are not part of it.
     """
     text = json.dumps(
         {
-            "tokenizer": tokenizer,
-            "vocabulary_size": vocabulary_size,
+            "tokenizer": tokenizer.kind if tokenizer.model is None else tokenizer.model.sha256,
+            "vocabulary_size": tokenizer.vocabulary_size,
             "sequence_length": sequence_length,
             "splits": {
                 name: [split.sequences, split.tokens_sha256]

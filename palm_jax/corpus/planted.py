@@ -14,7 +14,7 @@ from array_record.python import array_record_module
 
 from palm_jax.corpus import manifest
 from palm_jax.corpus.manifest import Manifest
-from palm_jax.corpus.prepare import WRITER_OPTIONS
+from palm_jax.corpus.packing import WRITER_OPTIONS
 from palm_jax.corpus.reader import Corpus
 from palm_jax.errors import WrongInput
 
@@ -65,9 +65,7 @@ def plant(
         }
     )
     splits = {**described.splits, "train": changed}
-    digest = manifest.corpus_digest(
-        described.tokenizer, described.vocabulary_size, described.sequence_length, splits
-    )
+    digest = manifest.corpus_digest(described.tokenizer, described.sequence_length, splits)
     made = described.model_copy(update={"splits": splits, "digest": digest})
     manifest.write(folder, made)
     return made

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import functools
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,7 @@ READER_OPTIONS = "readahead_buffer_size:0"
 # How `decode` shows the end of a document. Text may spell it too: it is for the eye.
 END_MARKER = "<|end of document|>"
 
+_MOST_NAME_BYTES = 2**16
 _AGAIN = "make the corpus again with `palm-jax data prepare`"
 
 
@@ -39,23 +42,20 @@ class DocumentSpan:
     offset: int = 0
 
 
-_Index = tuple[npt.NDArray[np.int64], list[str]]  # (offsets, names), see manifest.py
-
-
 class Corpus:
     """A corpus folder, open for reading from any number of threads."""
 
     def __init__(self, folder: pathlib.Path, contents: Manifest) -> None:
         self.folder = folder
         self.manifest = contents
-        self.tokenizer = tokenizers.by_name(contents.tokenizer)
-        _check_tokenizer(folder, contents, self.tokenizer)
+        if contents.tokenizer.model is None:
+            tokenizers.open_tokenizer(folder, contents.tokenizer)  # it is what it says it is
         self._dtype = np.dtype(contents.dtype).newbyteorder("<")
         self._readers = {
             name: [_open_shard(folder, shard, contents) for shard in split.shards]
             for name, split in contents.splits.items()
         }
-        self._indexes: dict[str, _Index] = {}
+        self._indexes: dict[str, Index] = {}
         self._ends = {  # sequences up to and with each shard
             name: np.cumsum([shard.sequences for shard in split.shards])
             for name, split in contents.splits.items()
@@ -82,6 +82,15 @@ class Corpus:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Read when it is first asked for: training takes ids as they are.
+
+        Raises:
+          WrongInput: its model is missing or damaged.
+        """
+        return tokenizers.open_tokenizer(self.folder, self.manifest.tokenizer)
 
     @property
     def sequence_length(self) -> int:
@@ -150,23 +159,26 @@ class Corpus:
                 f"sequence {sequence_id} of split {split} does not exist: "
                 f"{self.folder} has {num_sequences}, from 0"
             )
-        offsets, names = self._index(split)
+        index = self.index(split)
         first = sequence_id * self.sequence_length
         last = first + self.sequence_length + 1
-        begin = max(0, int(np.searchsorted(offsets, first, side="right")) - 1)
-        end = int(np.searchsorted(offsets[:-1], last, side="left"))
+        begin = max(0, int(np.searchsorted(index.starts, first, side="right")) - 1)
+        end = int(np.searchsorted(index.starts[:-1], last, side="left"))
+        starts = index.starts[begin : end + 1].tolist()
+        if starts != sorted(set(starts)) or not starts[0] <= max(1, first) < starts[-1]:
+            raise WrongInput(
+                f"{self.folder / self._split(split).offsets.file} is damaged: its offsets do not "
+                f"rise at sequence {sequence_id}; {_AGAIN}"
+            )
         return [
             DocumentSpan(
-                name=names[document],
+                name=index.name(document),
                 start=max(start, first) - first,
                 stop=min(stop, last) - first,
                 offset=max(0, first - start),
             )
             for document, start, stop in zip(
-                range(begin, end),
-                offsets[begin:end].tolist(),
-                offsets[begin + 1 : end + 1].tolist(),
-                strict=True,
+                range(begin, end), starts[:-1], starts[1:], strict=True
             )
         ]
 
@@ -177,8 +189,8 @@ class Corpus:
           WrongInput: one differs; the message names it.
         """
         for split in self.manifest.splits.values():
-            files: list[manifest.Shard | manifest.IndexFile] = [*split.shards]
-            for entry in [*files, split.offsets, split.names]:
+            entries: list[manifest.Shard | manifest.IndexFile] = [*split.shards]
+            for entry in [*entries, split.offsets, split.names, split.digests]:
                 path = self.folder / entry.file
                 try:
                     found = manifest.file_sha256(path)
@@ -189,17 +201,27 @@ class Corpus:
                         f"{path} is not what was prepared: its SHA-256 is {found}, "
                         f"the manifest's {entry.sha256}; {_AGAIN}"
                     )
+        if self.manifest.tokenizer.model is not None:
+            tokenizers.open_tokenizer(self.folder, self.manifest.tokenizer)
 
     def decode(self, row: npt.NDArray[np.integer]) -> str:
-        """Tokens as text to look at: ends of documents marked, invalid UTF-8 replaced."""
+        """Tokens as text to look at: ends of documents marked, invalid UTF-8 replaced.
+
+        Raises:
+          WrongInput: the corpus is damaged.
+        """
         row = np.asarray(row)
-        (ends,) = np.nonzero(row == self.tokenizer.end_of_document)
+        (ends,) = np.nonzero(row == self.manifest.end_of_document)
         texts = []
         for part in np.split(row, ends):
-            if part.size and part[0] == self.tokenizer.end_of_document:
+            if part.size and part[0] == self.manifest.end_of_document:
                 texts.append(END_MARKER)
                 part = part[1:]
-            texts.append(self.tokenizer.decode(part).decode("utf-8", errors="replace"))
+            try:
+                content = self.tokenizer.decode(part)
+            except ValueError as error:
+                raise WrongInput(f"{self.folder} is damaged: {error}; {_AGAIN}") from None
+            texts.append(content.decode("utf-8", errors="replace"))
         return "".join(texts)
 
     def _split(self, split: str) -> Split:
@@ -210,26 +232,16 @@ class Corpus:
             )
         return self.manifest.splits[split]
 
-    def _index(self, split: str) -> _Index:
-        # Kept, since each sequence shown asks again; two threads at worst read it twice.
+    def index(self, split: str) -> Index:
+        """Which documents a split holds, and where.
+
+        Raises:
+          WrongInput: there is no such split, or its index is damaged.
+        """
+        # Kept, since each sequence shown asks again; two threads at worst open it twice.
         if split not in self._indexes:
-            self._indexes[split] = _read_index(self.folder, self._split(split))
+            self._indexes[split] = Index(self.folder, self._split(split))
         return self._indexes[split]
-
-
-def _check_tokenizer(
-    folder: pathlib.Path, contents: Manifest, tokenizer: tokenizers.Tokenizer
-) -> None:
-    for entry, own in (
-        ("vocabulary_size", tokenizer.vocabulary_size),
-        ("end_of_document", tokenizer.end_of_document),
-        ("dtype", tokenizer.dtype.name),
-    ):
-        if (found := getattr(contents, entry)) != own:
-            raise WrongInput(
-                f"{folder / manifest.FILE_NAME} has {entry}={found}, but the tokenizer "
-                f"{tokenizer.name!r} has {own}; {_AGAIN}"
-            )
 
 
 def _open_shard(
@@ -258,42 +270,56 @@ def _open_shard(
     return reader
 
 
-def _read_index(folder: pathlib.Path, split: Split) -> _Index:
-    offsets_path, names_path = folder / split.offsets.file, folder / split.names.file
-    try:
-        offsets, names = _read_offsets(offsets_path), _read_names(names_path)
-    except (OSError, ValueError) as error:
-        raise WrongInput(
-            f"cannot read {offsets_path} and {names_path.name}: {error}; {_AGAIN}"
-        ) from error
-    if offsets.shape != (split.documents + 1,) or len(names) != split.documents:
-        raise WrongInput(
-            f"{offsets_path.name} and {names_path.name} in {folder} have {offsets.size} offsets "
-            f"and {len(names)} names, not those of {split.documents} documents; {_AGAIN}"
-        )
-    # The stream is an end of document, then the documents with an end each.
-    if offsets[0] != 1 or offsets[-1] != 1 + split.tokens or np.any(offsets[1:] <= offsets[:-1]):
-        raise WrongInput(
-            f"{offsets_path} is damaged: its offsets do not rise from 1 to {1 + split.tokens:,}, "
-            f"the tokens of its stream; {_AGAIN}"
-        )
-    return offsets, names
+class Index:
+    """The documents of a split, in files that are read where they are asked."""
 
+    def __init__(self, folder: pathlib.Path, split: Split) -> None:
+        self._offsets_path = folder / split.offsets.file
+        self._names_path = folder / split.names.file
+        offsets = _mapped(self._offsets_path, np.dtype("<i8"), (split.documents + 1, 2))
+        self.digests = _mapped(folder / split.digests.file, np.dtype("u1"), (split.documents, 16))
+        try:
+            with files.opened(self._names_path) as file:
+                names_bytes = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise WrongInput(f"cannot read {self._names_path}: {error}; {_AGAIN}") from error
+        self.starts, self._names = offsets[:, 0], offsets[:, 1]
+        # The stream is an end of document, then the documents with an end each.
+        ends = [*offsets[0].tolist(), *offsets[-1].tolist()]
+        if ends != (should := [1, 0, 1 + split.tokens, names_bytes]):
+            raise WrongInput(
+                f"{self._offsets_path} is damaged: it begins and ends with {ends}, not {should}, "
+                f"the lengths of the split's stream and names; {_AGAIN}"
+            )
 
-def _read_offsets(path: pathlib.Path) -> npt.NDArray[np.int64]:
-    with files.opened(path) as file:
-        dtype, shape, start = arrays.header(file, os.fstat(file.fileno()).st_size)
-    if dtype != np.dtype("<i8") or len(shape) != 1:
-        raise ValueError(f"{path} holds {dtype} of shape {shape}, not one row of int64")
-    return np.memmap(path, dtype, "r", start, shape)
+    def name(self, document: int) -> str:
+        """The name of a document, by its place in the split.
 
-
-def _read_names(path: pathlib.Path) -> list[str]:
-    names = []
-    with files.opened(path) as file:
-        for number, line in enumerate(file, 1):
-            name = files.parsed(line.decode("ascii"))
+        Raises:
+          WrongInput: the index is damaged.
+        """
+        start, stop = self._names[document : document + 2].tolist()
+        try:
+            if not 0 <= start < stop <= start + _MOST_NAME_BYTES:
+                raise ValueError(f"its name is said to be in bytes {start}:{stop}")
+            with files.opened(self._names_path) as file:
+                file.seek(start)
+                name = files.parsed(file.read(stop - start).decode("ascii"))
             if not isinstance(name, str):
-                raise ValueError(f"{path}, line {number} is not a name")
-            names.append(name)
-    return names
+                raise ValueError("its name is no text")
+        except (OSError, ValueError) as error:
+            raise WrongInput(
+                f"{self._names_path} is damaged at document {document}: {error}; {_AGAIN}"
+            ) from error
+        return name
+
+
+def _mapped(path: pathlib.Path, dtype: np.dtype, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    try:
+        with files.opened(path) as file:
+            found, size, start = arrays.header(file, os.fstat(file.fileno()).st_size)
+        if found != dtype or size != shape:
+            raise ValueError(f"it holds {found} of shape {size}, not {dtype} of {shape}")
+        return np.memmap(path, dtype, "r", start, shape)
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"{path} is damaged: {error}; {_AGAIN}") from error

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from palm_jax.corpus.manifest import Manifest
-from palm_jax.corpus.prepare import content_digest, prepare, split_of
+from palm_jax.corpus.prepare import prepare
 from palm_jax.corpus.reader import Corpus
+from palm_jax.corpus.tokenising import content_digest, split_of
 
 HELD_OUT = 0.5
 

@@ -41,7 +41,7 @@ def test_pairs_do_not_overflow_the_type_of_the_tokens():
 
 
 def test_the_manifest_holds_the_baseline_of_the_kept_held_out_sequences(tmp_path, monkeypatch):
-    monkeypatch.setattr("palm_jax.corpus.prepare._BLOCK_TOKENS", 30)
+    monkeypatch.setattr("palm_jax.corpus.packing._BLOCK_TOKENS", 30)
     documents = {f"{i}": f"the {i} cats and {i * i} dogs".encode() for i in range(12)}
     made = make(tmp_path, documents)
     corpus = Corpus.open(tmp_path / "corpus")

@@ -91,11 +91,12 @@ def edited(folder: pathlib.Path, **entries: object) -> None:
 @pytest.mark.parametrize(
     ("entries", "word"),
     [
-        ({"format": 2}, "format"),
+        ({"format": 1}, "format"),
         ({"colour": "red"}, "colour"),
         ({"sequence_length": 16}, "add up"),
         ({"sequence_length": "8"}, "sequence_length"),
-        ({"vocabulary_size": 300}, "digest"),
+        ({"drop_duplicates": "no"}, "drop_duplicates"),
+        ({"dtype": "uint32"}, "dtype"),
         ({"empty_documents": 1}, "empty_documents"),
         ({"splits": {}}, "splits"),
     ],
@@ -167,7 +168,7 @@ def test_a_damaged_index_is_named(folder):
     corpus = Corpus.open(folder)
     with pytest.raises(WrongInput, match=r"train\.names\.jsonl is not what was prepared"):
         corpus.verify()
-    with pytest.raises(WrongInput, match="2 names"):
+    with pytest.raises(WrongInput, match="57, 8"):
         corpus.documents("train", 0)
     (folder / "train.offsets.npy").unlink()
     with pytest.raises(WrongInput, match=r"train\.offsets\.npy"):

@@ -77,7 +77,7 @@ def test_every_token_of_every_document_is_a_target_exactly_once(contents, length
 
 
 def test_long_documents_cross_the_blocks_that_are_cut_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("palm_jax.corpus.prepare._BLOCK_TOKENS", 13)
+    monkeypatch.setattr("palm_jax.corpus.packing._BLOCK_TOKENS", 13)
     documents = BASE | {"long": bytes(range(256)) * 2, "short": b"x"}
     make(tmp_path, documents)
     check_every_token_is_a_target_once(tmp_path, documents)
@@ -149,7 +149,7 @@ def test_a_larger_fraction_holds_out_the_same_documents_and_more(tmp_path):
 
 
 def test_any_number_of_workers_makes_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("palm_jax.corpus.prepare._GROUP_BYTES", 20)
+    monkeypatch.setattr("palm_jax.corpus.tokenising._GROUP_BYTES", 20)
     # Only the names tell copies apart, so they show the order in which documents came.
     copies = {f"{i:02d} copy": b"the same again" for i in range(40)}
     documents = many_documents() | copies
@@ -235,16 +235,19 @@ def test_a_setting_out_of_range_is_refused_by_name_and_value(tmp_path, setting, 
         make(tmp_path, BASE, **{setting: value})
 
 
-def test_an_error_on_the_way_leaves_nothing_behind(tmp_path):
-    for stage in ("reading", "writing"):
+@pytest.mark.parametrize(("stage", "kept"), [("reading", []), ("writing", [".corpus.preparing"])])
+def test_an_error_on_the_way_leaves_nothing_but_what_can_be_gone_on_from(tmp_path, stage, kept):
+    def fail(now, done, total):
+        if now == stage:
+            raise RuntimeError(f"failed while {stage}")
 
-        def fail(now, done, total, stage=stage):
-            if now == stage:
-                raise RuntimeError(f"failed while {stage}")
-
-        with pytest.raises(RuntimeError, match=f"failed while {stage}"):
-            make(tmp_path, BASE, progress=fail)
-        assert os.listdir(tmp_path) == ["documents"]
+    with pytest.raises(RuntimeError, match=f"failed while {stage}"):
+        make(tmp_path, BASE, progress=fail)
+    assert sorted(os.listdir(tmp_path)) == [*kept, "documents"]
+    made = make(tmp_path, BASE)
+    assert sorted(os.listdir(tmp_path)) == ["corpus", "documents"]
+    make(tmp_path, BASE, out="straight")
+    assert Corpus.open(tmp_path / "straight").manifest == made
 
 
 def test_a_killed_prepare_leaves_no_corpus_and_the_next_clears_up(tmp_path):
@@ -273,7 +276,8 @@ prepare(source={source!r}, out={str(tmp_path / "corpus")!r}, sequence_length=8,
     assert Corpus.open(tmp_path / "corpus").manifest == made
     expected = {manifests.FILE_NAME}
     for split in made.splits.values():
-        expected |= {shard.file for shard in split.shards} | {split.offsets.file, split.names.file}
+        expected |= {shard.file for shard in split.shards}
+        expected |= {split.offsets.file, split.names.file, split.digests.file}
     assert set(os.listdir(tmp_path / "corpus")) == expected
 
 
@@ -323,8 +327,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         make(tmp_path, BASE, out="file/corpus")
 
 
-@pytest.mark.parametrize("most", [100, 20_000])  # bytes: the spool fails, then a shard
-def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path, most):
+@pytest.mark.parametrize(
+    ("most", "kept"), [(100, []), (20_000, [".corpus.preparing"])]
+)  # bytes: the spool fails, then a shard
+def test_a_disk_that_is_full_is_an_error_and_loses_no_finished_work(tmp_path, most, kept):
     source = write_documents(tmp_path / "documents", BASE)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, old[1]))
@@ -333,7 +339,7 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path, mos
             prepare(source=source, out=tmp_path / "corpus", sequence_length=8, held_out=HELD_OUT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert os.listdir(tmp_path) == ["documents"]
+    assert sorted(os.listdir(tmp_path)) == [*kept, "documents"]
 
 
 def test_a_bucket_is_refused_and_no_folder_named_after_it_appears(tmp_path, monkeypatch):

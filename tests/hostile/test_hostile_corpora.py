@@ -15,7 +15,7 @@ import pytest
 from array_record.python import array_record_module
 from corpus import corpora
 
-from palm_jax.corpus import manifest, prepare, reader
+from palm_jax.corpus import manifest, packing, prepare, reader, tokenizers
 from palm_jax.corpus.reader import Corpus
 from palm_jax.errors import CannotDo, WrongInput
 
@@ -95,10 +95,13 @@ def signed(folder: pathlib.Path, **entries: object) -> None:
     splits = {
         k: manifest.Split.model_validate_json(json.dumps(v)) for k, v in fields["splits"].items()
     }
-    fields["digest"] = manifest.corpus_digest(
-        fields["tokenizer"], fields["vocabulary_size"], fields["sequence_length"], splits
-    )
+    tokenizer = manifest.Tokenizer.model_validate_json(json.dumps(fields["tokenizer"]))
+    fields["digest"] = manifest.corpus_digest(tokenizer, fields["sequence_length"], splits)
     path.write_text(json.dumps(fields))
+
+
+def tokenizer(**entries: int) -> dict[str, object]:
+    return {"tokenizer": manifest.Tokenizer.model_dump(tokenizers.BYTES) | entries}
 
 
 @pytest.fixture
@@ -111,10 +114,9 @@ def copied(folder, tmp_path) -> pathlib.Path:
     [
         ({"sequence_length": 10**15}, "too few for the"),
         ({"sequences": 10**15}, "too few for the"),
-        ({"vocabulary_size": 10**15}, "vocabulary_size=1000000000000000, but the tokenizer"),
-        ({"vocabulary_size": 300}, "vocabulary_size=300, but the tokenizer"),
-        ({"end_of_document": 0}, "end_of_document=0, but the tokenizer"),
-        ({"dtype": "uint32"}, "dtype=uint32, but the tokenizer"),
+        (tokenizer(vocabulary_size=300), "vocabulary_size=300, but its tokenizer"),
+        (tokenizer(end_of_document=0), "end_of_document=0, but its tokenizer"),
+        ({"dtype": "uint32"}, "dtype=uint32, but ids below 257 take uint16"),
     ],
 )
 def test_a_manifest_that_promises_more_than_there_is_is_refused(copied, entries, said):
@@ -126,7 +128,7 @@ def test_a_manifest_that_promises_more_than_there_is_is_refused(copied, entries,
 def test_records_that_are_too_long_for_what_was_promised_are_refused(copied):
     with Corpus.open(copied) as corpus:
         num = corpus.num_sequences("train")
-    writer = array_record_module.ArrayRecordWriter(str(copied / SHARD), prepare.WRITER_OPTIONS)
+    writer = array_record_module.ArrayRecordWriter(str(copied / SHARD), packing.WRITER_OPTIONS)
     for _ in range(num):
         writer.write(b"\0" * 1000)
     writer.close()
@@ -139,17 +141,17 @@ def test_records_that_are_too_long_for_what_was_promised_are_refused(copied):
     [
         lambda there: there.astype(np.float64),
         lambda there: there.astype(">i8"),
-        lambda there: there[:, None],
+        lambda there: there[:, 0],
         lambda there: there[::-1].copy(),
         lambda there: there - 1,
-        lambda there: np.where(np.arange(there.size) == 2, 10**15, there),
+        lambda there: np.where(np.arange(there.size).reshape(there.shape) == 4, 10**15, there),
     ],
 )
 def test_offsets_that_are_none_are_refused(copied, offsets):
     path = copied / "train.offsets.npy"
     np.save(path, offsets(np.load(path)))
-    with Corpus.open(copied) as corpus, pytest.raises(WrongInput, match=r"train\.offsets\.npy"):
-        corpus.documents("train", 0)
+    with pytest.raises(WrongInput, match=r"train\.offsets\.npy"):
+        read(copied)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +168,9 @@ def test_offsets_in_another_format_are_not_unpacked(copied, save):
 
 def test_offsets_that_promise_more_than_there_is_take_no_memory(copied):
     path = copied / "train.offsets.npy"
-    path.write_bytes(path.read_bytes().replace(b"'shape': (7,)", b"'shape': (99999999,)"))
-    with pytest.raises(ValueError, match=r"are not those of"):
-        reader._read_offsets(path)
+    path.write_bytes(path.read_bytes().replace(b"'shape': (7, 2)", b"'shape': (99999999, 2)"))
+    with pytest.raises(WrongInput, match=r"are not those of"):
+        reader._mapped(path, np.dtype("<i8"), (99999999, 2))
 
 
 def test_preparing_removes_nothing_that_a_link_leads_to(tmp_path):
