@@ -21,6 +21,7 @@ from palm_jax.errors import WrongInput
 
 if TYPE_CHECKING:
     from palm_jax.corpus.manifest import Manifest
+    from palm_jax.corpus.stats import Stats
 
 app = typer.Typer(help="Prepare a corpus, and look at what a step trains on.", no_args_is_help=True)
 
@@ -291,3 +292,81 @@ def scan(
             f"to leave out: palm-jax intervene {run} --at {start} --exclude {start}:{end} "
             "--reason 'unusual text'"
         )
+
+
+@app.command(epilog="Example: palm-jax data stats corpora/books --picture books.svg")
+def stats(
+    corpora: Annotated[list[pathlib.Path], typer.Argument(metavar="CORPUS...")],
+    picture: Annotated[
+        pathlib.Path | None, typer.Option(help="Where to draw one (SVG); of one corpus.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each CORPUS holds: lengths, tokens, what stands out; and what they share.
+
+    Of several, documents that one holds out and another is trained on are counted.
+    """
+    import contextlib
+    import dataclasses
+
+    from palm_jax import console
+    from palm_jax.corpus import picture as drawing
+    from palm_jax.corpus import stats as counting
+    from palm_jax.corpus.reader import Corpus
+
+    if picture is not None and len(corpora) > 1:
+        raise WrongInput(f"--picture {picture} is of one corpus, and {len(corpora)} are named")
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(Corpus.open(corpus)) for corpus in corpora]
+        found = []
+        for corpus in opened:
+            with console.PreparationProgress() as progress:
+                found.append(counting.stats(corpus, progress))
+        shared = [counting.overlap(one, other) for one in opened for other in opened]
+        if picture is not None:
+            picture.write_text(drawing.draw(found[0], opened[0].folder.name), encoding="utf-8")
+    if as_json:
+        print_json(
+            {
+                "corpora": {
+                    str(corpus): dataclasses.asdict(each)
+                    for corpus, each in zip(corpora, found, strict=True)
+                },
+                "overlaps": [dataclasses.asdict(each) for each in shared],
+            }
+        )
+        return
+    for path, each in zip(corpora, found, strict=True):
+        _print_stats(path, each)
+    for pair in shared:
+        print(
+            f"held out of {pair.held_out} and in the split train of {pair.train}: "
+            f"{pair.documents:,} documents"
+        )
+
+
+def _print_stats(corpus: pathlib.Path, stats: Stats) -> None:
+    print(corpus)
+    for name, split in stats.splits.items():
+        print(
+            f"  {name}: {split.documents:,} documents ({split.copies:,} copies), "
+            f"{in_bytes(split.bytes)}, {split.tokens:,} tokens "
+            f"({split.bytes / split.tokens:.2f} bytes each), {split.sequences:,} sequences"
+        )
+    lengths = stats.splits["train"].lengths
+    most = max(bin.documents for bin in lengths)
+    print("  documents of train by their tokens:")
+    for bin in lengths:
+        bar = "#" * -(-40 * bin.documents // most)
+        print(f"    {bin.low:>12,} to {bin.high:>12,} {bin.documents:>12,} {bar}")
+    print(
+        f"  in {stats.looked_at:,} sequences of train: {stats.entropy:.2f} bits a token if they "
+        f"were independent; {stats.unused_ids:,} ids do not occur; the most frequent:"
+    )
+    line = ", ".join(f"{token.text!r} {token.share:.1%}" for token in stats.frequent[:10])
+    print(f"    {line}")
+    print(f"  unusual: {len(stats.outliers):,} of them")
+    for outlier in stats.outliers[:5]:
+        why = ", ".join(f"{name} {sigmas:+.0f} sigma" for name, sigmas in outlier.sigmas.items())
+        print(f"    sequence {outlier.sequence}, {outlier.source}: {why}")
+        print(f"      {outlier.text[:70]!r}")

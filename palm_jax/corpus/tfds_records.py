@@ -89,10 +89,11 @@ def units_of(name: str, data_dir: str | None) -> list[Unit]:
         raise WrongInput(
             f"{source} has no split {split!r}; there are: {', '.join(sorted(info.splits))}"
         )
-    texts = [key for key, kind in info.features.items() if isinstance(kind, tfds.features.Text)]
+    features = info.features.items()
+    texts = sorted(key for key, kind in features if isinstance(kind, tfds.features.Text))
     if field not in texts:
         raise WrongInput(
-            f"{source} has no text in field {field!r}; there are: {', '.join(sorted(texts)) or 'none'}"
+            f"{source} has no text in field {field!r}; there are: {', '.join(texts) or 'none'}"
         )
     lengths = info.splits[split].shard_lengths
     size = info.splits[split].num_bytes

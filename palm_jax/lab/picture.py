@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import collections.abc
-import html
 import math
 
 import numpy as np
 
+from palm_jax import svg
 from palm_jax.lab.underflow import Shares
 
 WIDTH, HEIGHT = 720, 560
 LEFT, RIGHT, TOP, PANEL, GAP = 64, 28, 48, 190, 92
-_INK, _FAINT = "#24292f", "#d0d7de"
 # Distinguishable in grey and to colour-blind eyes; dashes tell them apart as well.
 _COLOURS = {"float16": "#0550ae", "bfloat16": "#6e7781", "E5M2": "#bc4c00"}
 _DASHES = {"float16": "", "bfloat16": "2 3", "E5M2": "7 4"}
@@ -42,16 +41,10 @@ def draw(
 ) -> str:
     """The gradient's magnitudes with the ends of formats; below, what is lost by loss scale."""
     powers, heights = histogram(gradient)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="12" fill="{_INK}">',
-        f"<title>{html.escape(title)}</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(LEFT, 20, title, size=15),
-    ]
+    lines = [svg.text(LEFT, 20, title, size=15)]
     lines += _magnitudes(powers, heights)
     lines += _losses(shares)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return svg.document(WIDTH, HEIGHT, title, lines)
 
 
 def _magnitudes(powers: np.ndarray, heights: np.ndarray) -> list[str]:
@@ -63,7 +56,7 @@ def _magnitudes(powers: np.ndarray, heights: np.ndarray) -> list[str]:
         return LEFT + (power - low) / (high - low) * (WIDTH - LEFT - RIGHT)
 
     tallest, width = max([*heights.tolist(), 1e-9]), x(low + 1) - x(low) - 1
-    lines = [_text(LEFT, TOP - 10, "elements by magnitude, without a loss scale")]
+    lines = [svg.text(LEFT, TOP - 10, "elements by magnitude, without a loss scale")]
     for power, height in zip(powers.tolist(), heights.tolist(), strict=True):
         top = floor - height / tallest * (PANEL - 24)
         lines.append(
@@ -71,20 +64,20 @@ def _magnitudes(powers: np.ndarray, heights: np.ndarray) -> list[str]:
             f'height="{floor - top:.1f}" fill="#8c959f"><title>2^{power} to 2^{power + 1}: '
             f"{height:.2%}</title></rect>"
         )
-    lines += [_rule(LEFT, floor, WIDTH - RIGHT, floor)]
+    lines += [svg.rule(LEFT, floor, WIDTH - RIGHT, floor)]
     step = max(1, math.ceil((high - low) / 12))
     lines += [
-        _text(x(power), floor + 16, f"2^{power}", anchor="middle")
+        svg.text(x(power), floor + 16, f"2^{power}", anchor="middle")
         for power in range(low, high + 1, step)
     ]
     for row, (name, power) in enumerate(_ZERO_BELOW.items()):
-        lines.append(_rule(x(power), TOP, x(power), floor, _COLOURS[name], _DASHES[name]))
+        lines.append(svg.rule(x(power), TOP, x(power), floor, _COLOURS[name], _DASHES[name]))
         label = f"{name}: 0 below"
         across, down = x(power) - 4, TOP + 10 + 15 * row
-        lines.append(_text(across, down, label, anchor="end", colour=_COLOURS[name]))
+        lines.append(svg.text(across, down, label, anchor="end", colour=_COLOURS[name]))
     across = x(_SUBNORMAL_BELOW)
-    lines.append(_rule(across, TOP, across, floor))
-    lines.append(_text(across + 4, TOP + 10, "float16, E5M2: subnormal below"))
+    lines.append(svg.rule(across, TOP, across, floor))
+    lines.append(svg.text(across + 4, TOP + 10, "float16, E5M2: subnormal below"))
     return lines
 
 
@@ -104,38 +97,38 @@ def _losses(shares: collections.abc.Sequence[Shares]) -> list[str]:
             f"{x(row.scale):.1f},{floor - height / most * PANEL:.1f}"
             for row, height in zip(rows, heights, strict=True)
         )
-        colour, dash = _COLOURS.get(rows[0].format, _INK), _DASHES.get(rows[0].format, "")
+        colour, dash = _COLOURS.get(rows[0].format, svg.INK), _DASHES.get(rows[0].format, "")
         return (
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}" '
             f'stroke-dasharray="{dash}"/>'
         )
 
     lines = [
-        _text(
+        svg.text(
             LEFT,
             ceiling - 12,
             "share of elements that become 0 (thick), 0 or subnormal (thin), by loss scale",
         ),
-        _rule(LEFT, floor, WIDTH - RIGHT, floor),
+        svg.rule(LEFT, floor, WIDTH - RIGHT, floor),
     ]
     for share in (0.0, most / 2, most):
         y = floor - share / most * PANEL
         lines += [
-            _rule(LEFT, y, WIDTH - RIGHT, y, _FAINT),
-            _text(LEFT - 6, y + 4, f"{share:.3g}", anchor="end"),
+            svg.rule(LEFT, y, WIDTH - RIGHT, y, svg.FAINT),
+            svg.text(LEFT - 6, y + 4, f"{share:.3g}", anchor="end"),
         ]
     lines += [
-        _text(x(scale), floor + 16, f"2^{int(math.log2(scale))}", anchor="middle")
+        svg.text(x(scale), floor + 16, f"2^{int(math.log2(scale))}", anchor="middle")
         for scale in scales[::2]
     ]
     for place, name in enumerate(dict.fromkeys(row.format for row in shares)):
         rows = sorted((r for r in shares if r.format == name), key=lambda r: r.scale)
         lines.append(line(rows, [r.zero + r.subnormal for r in rows], 1))
         lines.append(line(rows, [r.zero for r in rows], 2.5))
-        colour, dash = _COLOURS.get(name, _INK), _DASHES.get(name, "")
+        colour, dash = _COLOURS.get(name, svg.INK), _DASHES.get(name, "")
         across = WIDTH - RIGHT - 130
         lines.append(
-            _rule(
+            svg.rule(
                 across,
                 ceiling + 8 + 16 * place,
                 across + 28,
@@ -144,21 +137,5 @@ def _losses(shares: collections.abc.Sequence[Shares]) -> list[str]:
                 dash,
             )
         )
-        lines.append(_text(across + 34, ceiling + 12 + 16 * place, name, colour=colour))
+        lines.append(svg.text(across + 34, ceiling + 12 + 16 * place, name, colour=colour))
     return lines
-
-
-def _text(
-    x: float, y: float, text: str, anchor: str = "start", colour: str = _INK, size: int = 12
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" '
-        f'font-size="{size}">{html.escape(text)}</text>'
-    )
-
-
-def _rule(x: float, y: float, x2: float, y2: float, colour: str = _INK, dash: str = "") -> str:
-    return (
-        f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" '
-        f'stroke-dasharray="{dash}"/>'
-    )
