@@ -9,7 +9,6 @@ text (PaLM, section 4).
 
 from __future__ import annotations
 
-import collections.abc
 import hashlib
 import pathlib
 import re
@@ -32,7 +31,9 @@ BLANK = "\u2581"
 # Lone surrogates are how Python spells bytes that are no UTF-8.
 _NOT_FOR_IT = re.compile(f"([\udc80-\udcff{BLANK}\x00]+)")
 _MOST_MODEL_BYTES = 256 * 2**20
-_MOST_CHARACTERS = 2**20  # encoded at a time: it takes some hundred bytes of memory for each
+# Encoded at a time. It adds up the scores of a text in float32: much further on, rounding would
+# decide between pieces that are nearly as likely.
+_MOST_CHARACTERS = 2**14
 # Generated when it is imported, so that no type checker knows what is in it.
 _ModelProto: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
 _TYPES = _ModelProto.SentencePiece
@@ -61,17 +62,18 @@ class SentencePieces:
             self._processor.LoadFromSerializedProto(model.SerializeToString())
         except RuntimeError as error:
             raise ValueError(f"SentencePiece refuses it: {error}") from None
-        # bytes of each id; None: stands for no text
-        self._texts: list[bytes | None] = [_text(piece) for piece in model.pieces]
+        texts = [_text(piece) for piece in model.pieces]
         ends = [i for i, piece in enumerate(model.pieces) if piece.piece == "</s>"]
         controls = [i for i in ends if model.pieces[i].type == _TYPES.CONTROL]
         self.end_of_document = controls[0] if controls else len(model.pieces)
-        self._texts += [None] * (self.end_of_document + 1 - len(self._texts))
-        self.vocabulary_size = len(self._texts)
-        self._sizes = np.array([len(text or b"") for text in self._texts], np.int64)
+        texts += [b""] * (self.end_of_document + 1 - len(texts))
+        self.vocabulary_size = len(texts)
+        self._bytes = np.frombuffer(b"".join(texts), np.uint8)
+        self._sizes = np.array([len(text) for text in texts], np.int64)  # 0: stands for no text
+        self._starts = np.cumsum(self._sizes) - self._sizes
         self._dtype = np.dtype("<u2" if self.vocabulary_size <= 2**16 else "<u4")
         byte_pieces = [i for i, p in enumerate(model.pieces) if p.type == _TYPES.BYTE]
-        self._of_byte = {self._texts[i]: i for i in byte_pieces}
+        self._of_byte = {int(model.pieces[i].piece[1:-1], 16): i for i in byte_pieces}
 
     def encode(self, content: bytes) -> Tokens:
         """Bytes to ids.
@@ -80,43 +82,60 @@ class SentencePieces:
           ValueError: the model would not give them back.
         """
         ids: list[int] = []
-        # Odd parts are what the pattern matched.
-        for number, part in enumerate(
-            _NOT_FOR_IT.split(content.decode("utf-8", "surrogateescape"))
-        ):
-            if number % 2 == 0:
+        # Odd parts are what is not for it.
+        for number, part in enumerate(_parts(content)):
+            if number % 2:
+                ids += [self._of_byte[byte] for byte in part.encode("utf-8", "surrogateescape")]
+            else:
                 for piece in _cut(part):
                     ids += self._processor.encode(piece)
-            else:
-                ids += [
-                    self._of_byte[bytes([byte])] for byte in part.encode("utf-8", "surrogateescape")
-                ]
-        if b"".join(map(self._texts.__getitem__, ids)) != content:  # type: ignore[arg-type]
-            raise ValueError("the SentencePiece model does not give a text back as it was")
-        return np.array(ids, self._dtype)
+        tokens = np.array(ids, self._dtype)
+        if not np.array_equal(self._joined(tokens), np.frombuffer(content, np.uint8)):
+            raise ValueError("the SentencePiece model does not give it back as it was")
+        return tokens
+
+    def _joined(self, tokens: Tokens) -> npt.NDArray[np.uint8]:
+        """The texts of `tokens` one after the other, without a look at each."""
+        sizes = self._sizes[tokens]
+        behind = np.cumsum(sizes)
+        # Byte k of a token is byte k of its text: its place here, moved to where the text lies.
+        moved = np.repeat(self._starts[tokens] - (behind - sizes), sizes)
+        return self._bytes[moved + np.arange(moved.size)]
 
     def decode(self, tokens: Tokens) -> bytes:
-        found = []
-        for token in np.asarray(tokens).tolist():
-            text = self._texts[token] if 0 <= token < len(self._texts) else None
-            if text is None:
-                raise ValueError(f"token {token} stands for no text")
-            found.append(text)
-        return b"".join(found)
+        tokens = np.asarray(tokens)
+        strange = tokens[(tokens < 0) | (tokens >= self.vocabulary_size)]
+        if not strange.size:
+            strange = tokens[self._sizes[tokens] == 0]
+        if strange.size:
+            raise ValueError(f"token {strange[0]} stands for no text")
+        return self._joined(tokens).tobytes()
 
     def num_bytes(self, tokens: Tokens) -> int:
         return int(self._sizes[np.asarray(tokens)].sum())
 
 
-def _cut(text: str) -> collections.abc.Iterator[str]:
+def _parts(content: bytes) -> list[str]:
+    """Text for SentencePiece, and between each two what is not, its bytes as surrogates."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        return _NOT_FOR_IT.split(content.decode("utf-8", "surrogateescape"))
+    # Looking for each is many times faster than the pattern.
+    return _NOT_FOR_IT.split(text) if BLANK in text or "\x00" in text else [text]
+
+
+def _cut(text: str) -> list[str]:
     """Long text in parts that end before a blank, where there is one."""
+    parts = []
     start = 0
     while start < len(text):
         stop = start + _MOST_CHARACTERS
         if stop < len(text) and (blank := text.rfind(" ", start + 1, stop)) > 0:
             stop = blank
-        yield text[start:stop]
+        parts.append(text[start:stop])
         start = stop
+    return parts
 
 
 def _check_is_lossless(model: Any) -> None:
@@ -140,12 +159,12 @@ def _check_is_lossless(model: Any) -> None:
         raise ValueError("it does not escape blanks; train it without --escape_whitespaces=false")
 
 
-def _text(piece: Any) -> bytes | None:
+def _text(piece: Any) -> bytes:
     if piece.type == _TYPES.BYTE:
         return bytes([int(piece.piece[1:-1], 16)])
     if piece.type in (_TYPES.NORMAL, _TYPES.USER_DEFINED):
         return piece.piece.replace(BLANK, " ").encode()
-    return None
+    return b""
 
 
 def read(path: pathlib.Path, sha256: str | None = None) -> SentencePieces:

@@ -23,6 +23,7 @@ from palm_jax.errors import CannotDo, WrongInput
 Progress = collections.abc.Callable[[str, int, int], None]  # (stage, done, total)
 
 _GROUP_BYTES = 2**20  # text that a worker takes at a time
+_ROOM_BYTES = 2**17  # text by which the room on disk is estimated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,13 +325,17 @@ def _check_room(
     tell: Progress,
 ) -> None:
     """Say what the corpus and its spool will take on disk, by the first documents."""
-    written = read = 0
+    written = read = raw = text = 0
     for place in itertools.islice(_places(source, job, 0, 0), 1000):
-        written += tokenizer.encode(place.document.content[:_GROUP_BYTES]).nbytes
-        read += len(place.document.content[:_GROUP_BYTES])
-        if read >= _GROUP_BYTES:
+        content = place.document.content
+        text, raw = text + len(content), place.read
+        written += tokenizer.encode(content[: _ROOM_BYTES - read]).nbytes
+        read += len(content[: _ROOM_BYTES - read])
+        if read >= _ROOM_BYTES:
             break
     mine = sum(unit.num_bytes for unit in _mine(source, job))
+    # Compressed files hold more text than they have bytes.
+    mine = max(mine, mine * text // max(1, raw))
     copies = 2 if job.shards == 1 else 1  # tokens in the spool, and in the corpus
     needed = copies * mine * written // max(1, read)
     free = shutil.disk_usage(folder).free
