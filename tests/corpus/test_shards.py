@@ -265,6 +265,31 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, monkeypatch, after,
     assert not (tmp_path / ".out.preparing").exists()
 
 
+def test_a_killed_merge_leaves_no_corpus_and_the_next_clears_up(tmp_path):
+    given = options(write_documents(tmp_path / "documents", documents(40)))
+    parts = [tmp_path / "0", tmp_path / "1"]
+    for number, part in enumerate(parts):
+        prepare_part(out=part, shard=number, shards=2, **given)
+    program = f"""
+import sys
+from palm_jax.corpus.prepare import merge
+def wait(stage, done, total):
+    print("now", flush=True)
+    sys.stdin.read()
+merge(parts={[str(part) for part in parts]!r}, out="out", progress=wait, shard_bytes=1)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"now\n"
+        with pytest.raises(CannotDo, match="another process is preparing"):
+            merge(parts=parts, out=tmp_path / "out")
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "out").exists()
+    merge(parts=parts, out=tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "documents", "out"]
+
+
 @pytest.mark.parametrize("change", ["file", "seed", "more files"])
 def test_what_was_left_of_another_job_is_not_gone_on_with(tmp_path, change):
     texts = documents(40)
