@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-from palm_jax import files
+from palm_jax import files, mixing
 from palm_jax.errors import WrongInput
 
 # What may change when a run is resumed, sections or single settings: none of it can change
-# the run's bits. (A corpus that moved is known by its digest.)
+# the run's bits. (Corpora that moved are known by their digest.)
 MAY_CHANGE_ON_RESUME = (
     "steps",
     "log",
@@ -34,13 +34,19 @@ MAY_CHANGE_ON_RESUME = (
     "distributed",
     "supervise",
     "data.corpus",
+    "data.mixture.corpora",
     "data.read_threads",
     "data.prefetch_steps",
 )
 # Nor can these, where numerics.reduction is canonical.
 MAY_CHANGE_IF_CANONICAL = ("mesh.data", "mesh.fsdp", "mesh.emulated_devices")
 
+# Where corpora lie.
+PLACES_OF_DATA = ("data.corpus", "data.mixture.corpora")
+
 MOST_STEPS = 2**31 - 1
+# Of all stages of a mixture together: they are made when a run starts, and held.
+MOST_TURNS = 100_000
 # Whatever is worked out from a few of them still is a number.
 _END = 2**53
 PositiveInt = Annotated[int, pydantic.Field(gt=0, lt=_END)]
@@ -78,6 +84,22 @@ def _without_nul(text: str) -> str:
     return text
 
 
+def _weight(value: object) -> int | float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _END:
+        return value
+    raise ValueError(f"{_short(value)} must be a number from 0 to 2^53")
+
+
+def _corpus_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
+        raise ValueError(
+            f"{_short(name)} is no name of a corpus: letters, digits, '_' and '-', 64 at most"
+        )
+    return name
+
+
+Weight = Annotated[int | float, pydantic.BeforeValidator(_weight)]
+CorpusName = Annotated[str, pydantic.AfterValidator(_corpus_name)]
 Place = Annotated[str, pydantic.AfterValidator(_without_nul)]
 LossScale = Annotated[str | float, pydantic.BeforeValidator(_loss_scale)]
 
@@ -146,11 +168,87 @@ class Ramp(Section):
         return self
 
 
+class Mixture(Section):
+    """Several corpora, drawn from in the proportion of weights (docs/data.md).
+
+    Stage i starts at step starts[i] and has weights[i]; 0 is not drawn.
+    """
+
+    # Folders by name. Their order is that of sequence ids, and of draws that are due together.
+    corpora: Annotated[dict[CorpusName, Place], pydantic.Field(min_length=1)]
+    starts: tuple[NaturalInt, ...] = (0,)
+    weights: tuple[dict[str, Weight], ...]  # of each corpus, sequences
+
+    @property
+    def shares(self) -> tuple[tuple[int, ...], ...]:
+        """The weights of each stage as whole numbers, in the order of `corpora`."""
+        return tuple(
+            mixing.shares([stage[name] for name in self.corpora]) for stage in self.weights
+        )
+
+    @pydantic.model_validator(mode="after")
+    def _one_weight_per_corpus_and_stage(self) -> Mixture:
+        rising = all(a < b for a, b in zip(self.starts, self.starts[1:], strict=False))
+        if len(self.starts) != len(self.weights) or self.starts[:1] != (0,) or not rising:
+            raise ValueError(
+                f"starts={_short(list(self.starts))} and {len(self.weights)} weights: need one "
+                "mapping of weights per stage, and starts that rise from 0"
+            )
+        for number, stage in enumerate(self.weights):
+            if stage.keys() != self.corpora.keys():
+                raise ValueError(
+                    f"weights[{number}] names {_short(list(stage))}, and corpora "
+                    f"{_short(list(self.corpora))}; give each corpus a weight, 0 to leave it out"
+                )
+            if not any(stage.values()):
+                raise ValueError(f"weights[{number}] are all 0; give one corpus a weight")
+        turns = [sum(stage) for stage in self.shares]
+        if sum(turns) > MOST_TURNS:
+            number = turns.index(max(turns))
+            raise ValueError(
+                f"weights[{number}]={_short(self.weights[number])} are in whole sequences only "
+                f"every {_short(turns[number])} of them, and {MOST_TURNS} is the most for all "
+                "stages together; give rounder weights"
+            )
+        return self
+
+
 class Data(Section):
-    corpus: Place  # folder written by `palm-jax data prepare`
+    corpus: Place | None = None  # folder written by `palm-jax data prepare`
     ramp: Ramp
     read_threads: PositiveInt = 2
     prefetch_steps: PositiveInt = 4
+    mixture: Mixture | None = None  # in place of `corpus`: several
+
+    @property
+    def places(self) -> dict[str, str]:
+        """The folders of the corpora by the settings that name them."""
+        if self.mixture is None:
+            return {"data.corpus": str(self.corpus)}
+        return {f"data.mixture.corpora.{k}": v for k, v in self.mixture.corpora.items()}
+
+    @property
+    def told(self) -> str:
+        """What is trained on, for messages."""
+        return ", ".join(f"{setting}={place}" for setting, place in self.places.items())
+
+    @pydantic.model_validator(mode="after")
+    def _one_corpus_or_a_mixture(self) -> Data:
+        if self.corpus is None and self.mixture is None:
+            raise ValueError("corpus is missing; set data.corpus=PATH, or data.mixture for several")
+        if self.corpus is not None and self.mixture is not None:
+            raise ValueError(
+                f"corpus={_short(self.corpus)} is given, and a mixture, too; leave one of them "
+                "out, or set it to null"
+            )
+        return self
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_what_is_not_given(self, values: Any) -> dict[str, Any]:
+        # Runs of one corpus are older than mixtures, and keep their config and fingerprint.
+        given: dict[str, Any] = values(self)
+        absent = "mixture" if self.mixture is None else "corpus"
+        return {key: value for key, value in given.items() if key != absent}
 
 
 class Adafactor(Section):
@@ -581,7 +679,7 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
     if not equals or not all(name.split(".")):
         raise WrongInput(f"override {_short(override)} must have the form section.key=value")
     *sections, key = name.split(".")
-    if len(sections) > 2:
+    if len(sections) > 3:
         raise WrongInput(f"override {_short(override)}: there are no settings that deep")
     place = settings
     for section in sections:
@@ -710,8 +808,12 @@ def fingerprint(config: Config) -> str:
 def may_change(key: str, config: Config) -> bool:
     """Whether a dotted setting may differ when a run of `config` is resumed."""
     canonical = config.numerics.reduction == "canonical"
-    free = MAY_CHANGE_ON_RESUME + (MAY_CHANGE_IF_CANONICAL if canonical else ())
-    return any(key == name or key.startswith(f"{name}.") for name in free)
+    return is_within(key, MAY_CHANGE_ON_RESUME + (MAY_CHANGE_IF_CANONICAL if canonical else ()))
+
+
+def is_within(key: str, names: tuple[str, ...]) -> bool:
+    """Whether a dotted setting is one of `names`, or lies in such a section."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

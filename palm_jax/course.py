@@ -51,6 +51,7 @@ class Course:
             num_steps=last,
             exclusions=self.segment.exclusions,
             rows=self.program_at(start).rows_here,
+            mixture=self.base.data.mixture,
         )
         reading = self.base.data
         with contextlib.closing(

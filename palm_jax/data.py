@@ -1,12 +1,8 @@
 """The batch is a function: (seed, step, ramp, exclusions) -> sequences, on any machine.
 
 Nothing here has a state to save. A step's place in the data is worked out in closed form, in
-Python integers, and grain then only reads ahead.
-
-Three numbers name a sequence. Its *index* counts the sequences that are trained on, so step
-and ramp give it. Its *position* counts those of the unskipped stream, which runs on through
-epochs; exclusions are intervals of positions, so that adding one leaves alone all that lies
-before it. Its *id* is its place in the corpus: the position within its epoch, permuted.
+Python integers (stream.py): index, corpus, position. Here positions become ids, each epoch of
+each corpus in an order of its own, and ids are read; grain then only reads ahead.
 """
 
 # L sequence length
@@ -27,11 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from grain.experimental import index_shuffle
 
+from palm_jax import config, stream
 from palm_jax.config import Ramp
-from palm_jax.corpus.manifest import Manifest
-from palm_jax.errors import WrongInput
-
-Exclusions = collections.abc.Sequence[tuple[int, int]]  # [start, stop) in positions
+from palm_jax.corpus import joint
+from palm_jax.corpus.joint import Contents
 
 # Our choice; 4 is the fewest that grain allows.
 _SHUFFLE_ROUNDS = 4
@@ -39,96 +34,15 @@ _SHUFFLE_ROUNDS = 4
 _MOST_SEQUENCES = 2**44
 
 
-def batch_size(ramp: Ramp, step: int) -> int:
-    """Sequences in the batch of `step`."""
-    step = _step(step)
-    return next(
-        size
-        for start, size in zip(reversed(ramp.starts), reversed(ramp.sizes), strict=True)
-        if start <= step
-    )
-
-
-def sequences_before(ramp: Ramp, step: int) -> int:
-    """Sequences in all batches before `step`: the index of its first."""
-    step = _step(step)
-    stops = (*ramp.starts[1:], step)
-    return sum(
-        size * max(0, min(stop, step) - start)
-        for start, stop, size in zip(ramp.starts, stops, ramp.sizes, strict=True)
-    )
-
-
-def normalized(exclusions: Exclusions) -> tuple[tuple[int, int], ...]:
-    """The same excluded positions as disjoint, separated, rising intervals.
-
-    Raises:
-      WrongInput: an interval is empty or begins below 0.
-    """
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted((operator.index(a), operator.index(b)) for a, b in exclusions):
-        if not 0 <= start < stop:
-            raise WrongInput(
-                f"exclusion {start}:{stop} is empty or negative; "
-                "give START:STOP with 0 <= START < STOP"
-            )
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def absolute_position(index: int, exclusions: Exclusions = ()) -> int:
-    """The `index`-th position, counted from 0, that is not excluded."""
-    position = operator.index(index)
-    if position < 0:
-        raise ValueError(f"index={position} must not be negative")
-    for start, stop in normalized(exclusions):
-        if position < start:
-            break
-        position += stop - start
-    return position
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """The positions that make up a step's batch, in order."""
-
-    step: int
-    first_position: int
-    size: int  # sequences
-    ranges: tuple[range, ...]
-
-    def positions(self) -> list[int]:
-        return [position for part in self.ranges for position in part]
-
-
-def window(step: int, ramp: Ramp, exclusions: Exclusions = ()) -> Window:
-    """Where the batch of `step` lies in the unskipped stream."""
-    step = _step(step)
-    size = missing = batch_size(ramp, step)
-    excluded = normalized(exclusions)
-    first = position = absolute_position(sequences_before(ramp, step), excluded)
-    ranges = []
-    for start, stop in excluded:
-        if start < position:
-            continue
-        if start - position >= missing:
-            break
-        ranges.append(range(position, start))
-        missing -= start - position
-        position = stop
-    ranges.append(range(position, position + missing))
-    return Window(step, first, size, tuple(ranges))
-
-
 def sequence_ids(
-    seed: int, positions: collections.abc.Iterable[int], num_sequences: int
+    seed: int,
+    positions: collections.abc.Iterable[int],
+    num_sequences: int,
+    corpus: stream.Name = None,
 ) -> npt.NDArray[np.int64]:
-    """The ids at `positions`: i64[len(positions)], each below `num_sequences`.
+    """The ids at `positions` of a corpus: i64[len(positions)], each below `num_sequences`.
 
-    Every epoch holds each id once, in an order of its own.
+    Every epoch holds each id once, in an order of its own; so has every corpus of a mixture.
     """
     num_sequences = operator.index(num_sequences)
     if not 0 < num_sequences <= _MOST_SEQUENCES:
@@ -136,14 +50,29 @@ def sequence_ids(
     ids = []
     for position in positions:
         epoch, index = divmod(operator.index(position), num_sequences)
-        ids.append(_permuted(index, num_sequences, _epoch_seed(seed, epoch)))
+        ids.append(_permuted(index, num_sequences, _epoch_seed(seed, epoch, corpus)))
     return np.array(ids, np.int64)
 
 
+def ids_at(
+    seed: int,
+    places: collections.abc.Sequence[stream.Place],
+    id_ranges: collections.abc.Mapping[stream.Name, range],
+) -> npt.NDArray[np.int64]:
+    """The ids at places in corpora that have these ids: i64[len(places)]."""
+    ids = np.empty(len(places), np.int64)
+    for name, own in id_ranges.items():
+        rows = [row for row, (corpus, _) in enumerate(places) if corpus == name]
+        positions = [places[row][1] for row in rows]
+        ids[rows] = own.start + sequence_ids(seed, positions, len(own), name)
+    return ids
+
+
 @functools.lru_cache(maxsize=64)
-def _epoch_seed(seed: int, epoch: int) -> int:
+def _epoch_seed(seed: int, epoch: int, corpus: stream.Name) -> int:
     # A hash, because seed + epoch would make seed 1 repeat the second epoch of seed 0.
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4, person=b"epoch seed")
+    text = f"{seed}/{epoch}" if corpus is None else f"{seed}/{epoch}/{corpus}"
+    digest = hashlib.blake2b(text.encode(), digest_size=4, person=b"epoch seed")
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -187,7 +116,7 @@ class StepBatch:
     """A step's sequences, or those of them that this process reads."""
 
     step: int
-    first_position: int  # of the whole batch
+    first_position: int  # of the whole batch, see `Stream.first_position`
     rows: npt.NDArray[np.int64]  # which rows of the whole batch these are
     sequence_ids: npt.NDArray[np.int64]  # one a row
     tokens: npt.NDArray[np.int32]  # [rows, L+1]
@@ -220,10 +149,12 @@ def add_digests(digests: collections.abc.Iterable[str]) -> str:
 
 
 class Rows(Protocol):
-    """Where sequences are read from: a corpus, or what a bundle carries of one."""
+    """Where sequences are read from: a corpus, several, or what a bundle carries of them."""
 
     folder: pathlib.Path
-    manifest: Manifest
+
+    @property
+    def manifest(self) -> Contents: ...
 
     def num_sequences(self, split: str) -> int: ...
 
@@ -244,9 +175,10 @@ class BatchSource:
     seed: int
     ramp: Ramp
     num_steps: int
-    exclusions: Exclusions = ()
+    exclusions: stream.Exclusions = ()
     split: str = "train"
     rows: collections.abc.Callable[[int], npt.NDArray[np.int64]] | None = None
+    mixture: config.Mixture | None = None  # of the corpora that `corpus` holds
 
     def __len__(self) -> int:
         return self.num_steps
@@ -254,18 +186,30 @@ class BatchSource:
     def __getitem__(self, step: int) -> StepBatch:
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is not one of {self.num_steps}")
-        where = window(step, self.ramp, self.exclusions)
-        rows = np.arange(where.size) if self.rows is None else self.rows(where.size)
-        positions = where.positions()
-        ids = sequence_ids(
-            self.seed,
-            [positions[row] for row in rows.tolist()],
-            self.corpus.num_sequences(self.split),
-        )
+        step = stream.checked(step)
+        places = self._stream.places(step)
+        rows = np.arange(len(places)) if self.rows is None else self.rows(len(places))
+        ids = ids_at(self.seed, [places[row] for row in rows.tolist()], self._id_ranges)
         tokens = self.corpus.read(self.split, ids)
-        return StepBatch(
-            where.step, where.first_position, rows, ids, tokens, batch_digest(rows, ids, tokens)
-        )
+        first = self._stream.first_position(step)
+        return StepBatch(step, first, rows, ids, tokens, batch_digest(rows, ids, tokens))
+
+    @functools.cached_property
+    def _stream(self) -> stream.Stream:
+        return stream.Stream(self.ramp, self.mixture, self.exclusions)
+
+    @functools.cached_property
+    def _id_ranges(self) -> dict[stream.Name, range]:
+        return id_ranges(self.corpus, self.split, self.mixture)
+
+
+def id_ranges(
+    corpus: Rows, split: str = "train", mixture: config.Mixture | None = None
+) -> dict[stream.Name, range]:
+    """The ids of each corpus of a mixture, or of the only one."""
+    if mixture is None:
+        return {None: range(corpus.num_sequences(split))}
+    return joint.id_ranges(corpus.manifest, split)
 
 
 def batch(
@@ -273,11 +217,13 @@ def batch(
     seed: int,
     step: int,
     ramp: Ramp,
-    exclusions: Exclusions = (),
+    exclusions: stream.Exclusions = (),
     split: str = "train",
+    mixture: config.Mixture | None = None,
 ) -> StepBatch:
     """The whole batch of `step`, read here and now."""
-    return BatchSource(corpus, seed, ramp, _step(step) + 1, exclusions, split)[step]
+    num_steps = stream.checked(step) + 1
+    return BatchSource(corpus, seed, ramp, num_steps, exclusions, split, mixture=mixture)[step]
 
 
 class Source(Protocol):
@@ -318,11 +264,3 @@ def _read_ahead(
         yield from iterator
     finally:
         iterator.close()
-
-
-def _step(step: int) -> int:
-    # A NumPy integer would overflow at 2^31 or 2^63; Python's do not.
-    step = operator.index(step)
-    if step < 0:
-        raise ValueError(f"step={step} must not be negative")
-    return step

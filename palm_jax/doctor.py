@@ -74,7 +74,8 @@ def examine(
     if urls["disk"] is None:
         asked["disk"] = ("place", {"folder": folder})
     if settings is not None:
-        urls["corpus"] = _url("corpus", "data.corpus", settings.data.corpus)
+        found = [_url("corpus", *place) for place in settings.data.places.items()]
+        urls["corpus"] = next((finding for finding in found if finding is not None), None)
         if urls["corpus"] is None:
             asked["corpus"] = ("corpus", {"settings": plain})
     answers = _ask_all(asked, seconds)
@@ -312,7 +313,8 @@ def corpus(answer: probe.Answer | CannotDo, settings: config.Config) -> Finding:
         remedy = "Prepare it with `palm-jax data prepare`, or name another with data.corpus=..."
         return Finding("corpus", "wrong", str(answer), remedy)
     found = (
-        f"{settings.data.corpus}: {answer['digest'][:16]}, {answer['sequences']:,} sequences of "
+        f"{', '.join(settings.data.places.values())}: {answer['digest'][:16]}, "
+        f"{answer['sequences']:,} sequences of "
         f"{settings.model.sequence_length} to train on"
     )
     return Finding("corpus", "ok", found)

@@ -205,12 +205,12 @@ def _is_under(folder: pathlib.Path, point: str) -> bool:
 
 
 def corpus(settings: dict[str, Any]) -> Answer:
-    """Whether data.corpus opens, and fits the model."""
+    """Whether the corpora of a config open, and fit the model."""
     from palm_jax import train
-    from palm_jax.corpus.reader import Corpus
+    from palm_jax.corpus.corpora import open_corpus
 
     wanted = config.from_dict(settings)
-    with Corpus.open(wanted.data.corpus) as opened:
+    with open_corpus(wanted.data) as opened:
         train.check_corpus(wanted, opened.manifest)
         return {"digest": opened.manifest.digest, "sequences": opened.num_sequences("train")}
 

@@ -15,8 +15,8 @@ import jax
 import tensorboardX
 
 from palm_jax import config, parity, precision, processes, sharding, verify
-from palm_jax.corpus.manifest import Manifest
-from palm_jax.corpus.reader import Corpus
+from palm_jax.corpus.corpora import open_corpus
+from palm_jax.corpus.joint import Contents
 from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.plan import flops
@@ -46,18 +46,18 @@ class Outcome:
     gave_up: str | None = None  # why the run must not go on as it is
 
 
-def check_corpus(settings: config.Config, manifest: Manifest) -> None:
+def check_corpus(settings: config.Config, manifest: Contents) -> None:
     """Raise WrongInput if the model cannot train on this corpus."""
-    model, path = settings.model, settings.data.corpus
+    model, told = settings.model, settings.data.told
     if model.sequence_length != manifest.sequence_length:
         raise WrongInput(
-            f"model.sequence_length={model.sequence_length}, but data.corpus={path} is cut into "
+            f"model.sequence_length={model.sequence_length}, but {told} is cut into "
             f"sequences of {manifest.sequence_length}; prepare it again or change the model"
         )
     if model.vocabulary_size != manifest.vocabulary_size:
         raise WrongInput(
             f"model.vocabulary_size={model.vocabulary_size}, but the tokenizer "
-            f"{manifest.tokenizer.kind} of data.corpus={path} has {manifest.vocabulary_size} ids; "
+            f"{manifest.tokenizer.kind} of {told} has {manifest.vocabulary_size} ids; "
             f"set model.vocabulary_size={manifest.vocabulary_size}"
         )
 
@@ -103,7 +103,7 @@ def _check_agreement(settings: config.Config, run: str | pathlib.Path) -> None:
     """Raise WrongInput if the processes of this run were not given the same to train."""
     if not processes.are_several():
         return
-    with Corpus.open(settings.data.corpus) as corpus:
+    with open_corpus(settings.data) as corpus:
         identity = {
             "--run": str(run),
             "the corpus's digest": corpus.manifest.digest,
@@ -125,7 +125,8 @@ def _train_segment(
     """Train the run's last segment to its end; None if another was opened, to go on there."""
     with contextlib.ExitStack() as stack:
         # --- what the run stands on ---
-        corpus = stack.enter_context(Corpus.open(settings.data.corpus))
+        corpus = open_corpus(settings.data)
+        stack.callback(corpus.close)
         check_corpus(settings, corpus.manifest)
         mesh = sharding.make_mesh(settings.mesh)
         run_folder, changes = _open_together(stack, run, settings, corpus.manifest)
@@ -260,7 +261,7 @@ def _open_together(
     stack: contextlib.ExitStack,
     run: str | pathlib.Path,
     settings: config.Config,
-    manifest: Manifest,
+    manifest: Contents,
 ) -> tuple[folder.RunFolder, dict[str, Any]]:
     """`folder.open_run`, in the first process before the others; the first one holds it."""
     if processes.is_first():
@@ -379,7 +380,7 @@ def _record_evaluation(
     step: int,
     evaluation: Evaluation,
 ) -> None:
-    fields = {"segment": segment.segment, "step": step, **dataclasses.asdict(evaluation)}
+    fields = {"segment": segment.segment, "step": step, **evaluation.fields()}
     book.append("evaluation", **fields)
     book.flush()
     tell("evaluation", fields)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runs import StopAfter
 
-from palm_jax import config, data
+from palm_jax import config, data, stream
 from palm_jax import train as training
 from palm_jax.corpus.reader import Corpus
 from palm_jax.errors import WrongInput
@@ -139,7 +139,7 @@ def test_excluded_steps_are_never_read_and_nothing_else_is_lost(run, small):
     read = [
         position
         for s in range(6)
-        for position in data.window(s + 4, settings.data.ramp, segment.exclusions).positions()
+        for position in stream.window(s + 4, settings.data.ramp, segment.exclusions).positions()
     ]
     assert not set(read) & set(range(first, last))
 
@@ -320,7 +320,7 @@ def test_exclusion_of_data_that_was_read_already_is_refused(run):
 def test_recurring_sequences_are_listed(small):
     settings = small(steps=100)
     segment = segments.Segment(exclusions=((3, 6),))
-    found = branches.recurrences(settings, segment, num_sequences=500)
+    found = branches.recurrences(settings, segment, id_ranges={None: range(500)})
     ids = data.sequence_ids(settings.seed, range(3, 6), 500)
     assert found["sequence_ids"] == sorted(ids.tolist())
     # 5 x 8 + 95 x 16 = 1560 sequences and 3 that were left out: positions up to 1562.

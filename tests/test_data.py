@@ -18,7 +18,7 @@ from corpus.corpora import with_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palm_jax import data
+from palm_jax import data, stream
 from palm_jax.config import Ramp
 from palm_jax.corpus.reader import Corpus
 from palm_jax.errors import WrongInput
@@ -103,14 +103,14 @@ def test_the_order_is_pinned():
 
 
 def test_the_ramp_of_2_2_2_4_4_8_starts_where_it_should():
-    assert [data.batch_size(RAMP, step) for step in range(7)] == [2, 2, 2, 4, 4, 8, 8]
-    assert [data.sequences_before(RAMP, step) for step in range(7)] == [0, 2, 4, 6, 10, 14, 22]
-    assert data.window(4, RAMP) == data.Window(4, 10, 4, (range(10, 14),))
+    assert [stream.batch_size(RAMP, step) for step in range(7)] == [2, 2, 2, 4, 4, 8, 8]
+    assert [stream.sequences_before(RAMP, step) for step in range(7)] == [0, 2, 4, 6, 10, 14, 22]
+    assert stream.window(4, RAMP) == stream.Window(4, 10, 4, (range(10, 14),))
 
 
 def test_palms_own_ramp_sees_its_published_number_of_tokens():
     ramp = Ramp(starts=(0, 50_000, 115_000), sizes=(512, 1024, 2048))
-    assert data.sequences_before(ramp, 255_000) * 2048 == 775_946_240_000
+    assert stream.sequences_before(ramp, 255_000) * 2048 == 775_946_240_000
 
 
 @given(
@@ -121,33 +121,33 @@ def test_ramp_arithmetic_equals_adding_up_steps(stages, step):
     starts = tuple(itertools.accumulate((length for length, _ in stages[:-1]), initial=0))
     ramp = Ramp(starts=starts, sizes=tuple(size for _, size in stages))
     sizes = [size for length, size in stages[:-1] for _ in range(length)] + [stages[-1][1]] * 31
-    assert data.batch_size(ramp, step) == sizes[step]
-    assert data.sequences_before(ramp, step) == sum(sizes[:step])
+    assert stream.batch_size(ramp, step) == sizes[step]
+    assert stream.sequences_before(ramp, step) == sum(sizes[:step])
 
 
 def test_positions_beyond_the_counters_of_32_bits_and_floats_are_exact():
     for far in (2**24, 2**31, 2**40):
-        assert data.sequences_before(Ramp(sizes=(1,)), far + 1) == far + 1
-        after = data.window(far // 4096, Ramp(sizes=(4096,)))
+        assert stream.sequences_before(Ramp(sizes=(1,)), far + 1) == far + 1
+        after = stream.window(far // 4096, Ramp(sizes=(4096,)))
         assert after.first_position == far
-        assert data.absolute_position(far - 1, [(0, 2)]) == far + 1
+        assert stream.absolute_position(far - 1, [(0, 2)]) == far + 1
         epoch, index = divmod(far + 1, 1000)
         in_order = data.sequence_ids(5, range(epoch * 1000, epoch * 1000 + 1000), 1000)
         assert data.sequence_ids(5, [far + 1], 1000)[0] == in_order[index]
     # NumPy integers must not bring their overflow along.
-    assert data.sequences_before(Ramp(sizes=(4096,)), np.int32(2**20)) == 2**32
-    window = data.window(np.int32(2**20), Ramp(sizes=(4096,)), [(np.int32(5), np.int32(6))])
+    assert stream.sequences_before(Ramp(sizes=(4096,)), np.int32(2**20)) == 2**32
+    window = stream.window(np.int32(2**20), Ramp(sizes=(4096,)), [(np.int32(5), np.int32(6))])
     assert window.ranges == (range(2**32 + 1, 2**32 + 4097),)
 
 
 def test_a_step_before_the_first_is_an_error():
-    for use in (data.batch_size, data.sequences_before):
+    for use in (stream.batch_size, stream.sequences_before):
         with pytest.raises(ValueError, match="step=-1"):
             use(RAMP, -1)
     with pytest.raises(ValueError, match="step=-1"):
-        data.window(-1, RAMP)
+        stream.window(-1, RAMP)
     with pytest.raises(ValueError, match="index=-1"):
-        data.absolute_position(-1)
+        stream.absolute_position(-1)
 
 
 # Exclusions
@@ -163,11 +163,13 @@ def test_windows_are_the_stream_without_what_is_excluded(exclusions):
     excluded = {p for start, stop in exclusions for p in range(start, stop)}
     allowed = [p for p in range(400) if p not in excluded]
     for step in range(9):
-        first = data.sequences_before(RAMP, step)
-        size = data.batch_size(RAMP, step)
-        window = data.window(step, RAMP, exclusions)
+        first = stream.sequences_before(RAMP, step)
+        size = stream.batch_size(RAMP, step)
+        window = stream.window(step, RAMP, exclusions)
         assert window.positions() == allowed[first : first + size]
-        assert window.first_position == allowed[first] == data.absolute_position(first, exclusions)
+        assert (
+            window.first_position == allowed[first] == stream.absolute_position(first, exclusions)
+        )
         assert window.size == size == sum(map(len, window.ranges))
         assert all(window.ranges), "no empty range"
 
@@ -176,22 +178,22 @@ def test_windows_are_the_stream_without_what_is_excluded(exclusions):
 def test_the_order_overlap_and_division_of_exclusions_do_not_matter(exclusions, random):
     shuffled = [(s, m) for a, b in exclusions for s, m in ((a, a + 1), (a, b))]
     random.shuffle(shuffled)
-    assert data.normalized(shuffled) == data.normalized(exclusions)
-    assert data.normalized(data.normalized(exclusions)) == data.normalized(exclusions)
+    assert stream.normalized(shuffled) == stream.normalized(exclusions)
+    assert stream.normalized(stream.normalized(exclusions)) == stream.normalized(exclusions)
 
 
 @given(intervals, st.integers(0, 60), st.integers(1, 15))
 def test_a_later_exclusion_leaves_everything_before_it_alone(exclusions, start, length):
     for step in range(9):
-        window = data.window(step, RAMP, exclusions)
+        window = stream.window(step, RAMP, exclusions)
         if window.ranges[-1].stop <= start:
-            assert data.window(step, RAMP, [*exclusions, (start, start + length)]) == window
+            assert stream.window(step, RAMP, [*exclusions, (start, start + length)]) == window
 
 
 def test_skipping_batches_4_and_5_during_the_ramp(corpus):
     # Of the unskipped stream, steps 4 and 5 are positions 10:22.
     excluded = ((10, 22),)
-    firsts = [data.window(step, RAMP, excluded).first_position for step in range(8)]
+    firsts = [stream.window(step, RAMP, excluded).first_position for step in range(8)]
     assert firsts == [0, 2, 4, 6, 22, 26, 34, 42]
     source = data.BatchSource(corpus, 0, RAMP, 8, excluded)
     straight = read(source, 0, 8)
@@ -201,7 +203,7 @@ def test_skipping_batches_4_and_5_during_the_ramp(corpus):
         shown = data.batch(corpus, 0, step, RAMP, excluded)
         assert shown.digest == batch.digest
         assert (shown.tokens == batch.tokens).all()
-        positions = data.window(step, RAMP, excluded).positions()
+        positions = stream.window(step, RAMP, excluded).positions()
         assert not set(positions) & set(range(10, 22))
         assert batch.sequence_ids.tolist() == data.sequence_ids(0, positions, 10).tolist()
 
@@ -209,7 +211,7 @@ def test_skipping_batches_4_and_5_during_the_ramp(corpus):
 @pytest.mark.parametrize("interval", [(5, 5), (6, 5), (-1, 3), (-5, -2)])
 def test_an_empty_or_negative_exclusion_is_refused_by_name(interval):
     with pytest.raises(WrongInput, match=f"exclusion {interval[0]}:{interval[1]} is empty or neg"):
-        data.window(0, RAMP, [interval])
+        stream.window(0, RAMP, [interval])
 
 
 # Hosts and threads
@@ -230,7 +232,7 @@ def test_any_hosts_and_threads_read_the_same_global_batch(corpus, hosts, threads
         source = data.BatchSource(corpus, 1, ramp, 5, rows=rows)
         parts.append(read(source, 0, 5, threads=threads))
     for step in range(5):
-        size = data.batch_size(ramp, step)
+        size = stream.batch_size(ramp, step)
         tokens = np.full((size, 9), -1, np.int32)
         ids = np.full(size, -1)
         for part in parts:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palm_jax import config, data, sharding, step, train
+from palm_jax import config, sharding, step, stream, train
 from palm_jax.corpus.reader import Corpus
 from palm_jax.precision import loss_scale
 from palm_jax.record import logbook
@@ -149,7 +149,7 @@ def test_a_run_gives_up_after_its_patience_at_the_floor():
 
 
 def tokens_of(settings, index: int) -> np.ndarray:
-    shape = (data.batch_size(settings.data.ramp, index), settings.model.sequence_length + 1)
+    shape = (stream.batch_size(settings.data.ramp, index), settings.model.sequence_length + 1)
     return np.random.default_rng((7, index)).integers(0, 257, shape).astype(np.int32)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from palm_jax import config, data, precision, sharding, step, train
+from palm_jax import config, precision, sharding, step, stream, train
 from palm_jax.corpus.reader import Corpus
 from palm_jax.record.folder import RunFolder
 from palm_jax.replay import replay as replaying
@@ -36,7 +36,7 @@ def run_steps(settings, num_steps: int):
     program = step.make_program(settings, sharding.make_mesh(settings.mesh), 256)
     state, vitals = program.init(), []
     for index in range(num_steps):
-        shape = (data.batch_size(settings.data.ramp, index), settings.model.sequence_length + 1)
+        shape = (stream.batch_size(settings.data.ramp, index), settings.model.sequence_length + 1)
         tokens = np.random.default_rng((7, index)).integers(0, 257, shape).astype(np.int32)
         state, v = program.step(state, program.put(tokens), step.controls())
         vitals.append(v)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from palm_jax import data, loss, model, modules, sharding, step
+from palm_jax import loss, model, modules, sharding, step, stream
 
 END = 256
 
@@ -17,7 +17,7 @@ def program_for(settings):
 
 
 def tokens_of(settings, index: int) -> np.ndarray:
-    size = data.batch_size(settings.data.ramp, index)
+    size = stream.batch_size(settings.data.ramp, index)
     shape = (size, settings.model.sequence_length + 1)
     return np.random.default_rng((7, index)).integers(0, 257, shape).astype(np.int32)
 

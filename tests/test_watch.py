@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import StopAfter
 
-from palm_jax import config, data, sharding, step
+from palm_jax import config, data, sharding, step, stream
 from palm_jax import train as training
 from palm_jax.corpus import planted
 from palm_jax.corpus.reader import Corpus
@@ -37,7 +37,7 @@ def watched(small, corpus_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("planted") / "corpus"
     base = _settings(small, corpus_folder, "observe")
     ramp = base.data.ramp
-    positions = range(*(data.sequences_before(ramp, s) for s in GARBAGE))
+    positions = range(*(stream.sequences_before(ramp, s) for s in GARBAGE))
     with Corpus.open(corpus_folder) as corpus:
         ids = data.sequence_ids(base.seed, list(positions), corpus.num_sequences("train"))
     planted.plant(corpus_folder, folder, ids)
@@ -136,8 +136,8 @@ def test_rollback_leaves_the_garbage_out_and_ends_near_the_clean_run(
     assert opened.reason == decision["reason"]
     ramp = watched("observe").data.ramp
     ((start, end),) = opened.exclusions
-    assert start <= data.sequences_before(ramp, first)
-    assert end >= data.sequences_before(ramp, stop)
+    assert start <= stream.sequences_before(ramp, first)
+    assert end >= stream.sequences_before(ramp, stop)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from palm_jax import config
+from palm_jax import config, stream
 from palm_jax.cli.terms import (
     STOPPED_BY_SIGNAL,
     AllowEnvironment,
@@ -197,8 +197,8 @@ def show(
     print(f"branch {name}: {_clocks(described)}")
     for key, value in described["changes"].items():
         print(f"  {key} = {value}")
-    for first, last in described["exclusions"]:
-        print(f"  sequence positions {first}:{last} are left out")
+    for exclusion in described["exclusions"]:
+        print(f"  sequence {stream.told(exclusion)} are left out")
     print(f"  reason: {described['reason'] or 'none given'}")
     _print_beside(beside)
 
@@ -242,7 +242,8 @@ def intervene(
     Opens a segment of the run, from its newest checkpoint at or before AT. The next `train`
     goes on from there; if AT lies behind, that rolls the run back.
     """
-    from palm_jax.corpus.reader import Corpus
+    from palm_jax import data
+    from palm_jax.corpus.corpora import open_corpus
     from palm_jax.record import folder
     from palm_jax.replay import branches
 
@@ -256,8 +257,9 @@ def intervene(
     settings = there.config()
     recurring = None
     if changes.exclude:
-        with Corpus.open(settings.data.corpus) as corpus:
-            recurring = branches.recurrences(settings, segment, corpus.num_sequences("train"))
+        with open_corpus(settings.data) as corpus:
+            id_ranges = data.id_ranges(corpus, mixture=settings.data.mixture)
+            recurring = branches.recurrences(settings, segment, id_ranges)
     if as_json:
         print_json(
             {
@@ -274,10 +276,15 @@ def intervene(
     print(f"segment {segment.segment} of {run} goes on from step {segment.start_step}")
     for key, (old, new) in changed.items():
         print(f"  from step {at}: {key}: {old} -> {new}")
-    for first, last in segment.exclusions:
-        print(f"  sequence positions {first}:{last} are left out")
+    for exclusion in segment.exclusions:
+        print(f"  sequence {stream.told(exclusion)} are left out")
     if recurring is not None:
-        epochs = ", ".join(map(str, recurring["epochs"])) or "none"
+        again = recurring["epochs"]
+        of_corpora = again if isinstance(again, dict) else {"": again}
+        epochs = "; ".join(
+            f"{name and f'{name} '}{', '.join(map(str, found)) or 'none'}"
+            for name, found in of_corpora.items()
+        )
         print(
             f"  {len(recurring['sequence_ids'])} sequences; they come again in these later "
             f"epochs of the planned run: {epochs}"

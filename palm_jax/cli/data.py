@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -167,7 +168,7 @@ def show(
     """Print what step STEP of a run, or of a config, trains on."""
     from palm_jax import data
     from palm_jax import train as training
-    from palm_jax.corpus.reader import Corpus
+    from palm_jax.corpus.corpora import open_corpus
     from palm_jax.record import folder, segments
 
     is_run = folder.is_run(where)
@@ -180,12 +181,11 @@ def show(
                 f"{where} is a run of another {', '.join(other)}; leave that out, or show the "
                 "config file with it"
             )
-    with Corpus.open(settings.data.corpus) as corpus:
+    with open_corpus(settings.data) as corpus:
         training.check_corpus(settings, corpus.manifest)
         if is_run and folder.RunFolder(where).manifest().digest != corpus.manifest.digest:
             raise WrongInput(
-                f"data.corpus={settings.data.corpus} is not the corpus that {where} was "
-                "trained on; name that one with data.corpus=..."
+                f"{settings.data.told} is not the corpus that {where} was trained on; name that one"
             )
         described = segments.Segment()
         if is_run:
@@ -198,8 +198,15 @@ def show(
             described.data_step(step),
             settings.data.ramp,
             described.exclusions,
+            mixture=settings.data.mixture,
         )
+        fed = described.stream_of(settings)
+        places = fed.places(described.data_step(step))
         if as_json:
+            of_corpora = {
+                "corpora": [name for name, _ in places],
+                "positions": [position for _, position in places],
+            }
             print_json(
                 {
                     "step": step,
@@ -207,13 +214,16 @@ def show(
                     "batch_size": len(batch.sequence_ids),
                     "sequence_ids": batch.sequence_ids.tolist(),
                     "digest": batch.digest,
+                    **({} if settings.data.mixture is None else of_corpora),
                 }
             )
             return
-        print(
-            f"step {step}: {len(batch.sequence_ids)} sequences from position "
-            f"{batch.first_position}, digest {batch.digest}"
-        )
+        drawn = collections.Counter(name for name, _ in places)
+        parts = [
+            f"{drawn[name]} sequences{'' if name is None else f' of {name}'} from position {first}"
+            for name, first in fed.next_positions(described.data_step(step)).items()
+        ]
+        print(f"step {step}: {', '.join(parts)}, digest {batch.digest}")
         for row, sequence_id in enumerate(batch.sequence_ids.tolist()[:rows]):
             spans = corpus.documents("train", sequence_id)
             print(
@@ -248,7 +258,7 @@ def scan(
     import dataclasses
 
     from palm_jax import console
-    from palm_jax.corpus.reader import Corpus
+    from palm_jax.corpus.corpora import open_corpus
     from palm_jax.diagnosis import scan as scanning
     from palm_jax.diagnosis.casefile import CaseFile
     from palm_jax.diagnosis.texts import TextScores
@@ -269,7 +279,7 @@ def scan(
             )
         seen = {name for suspect in found["suspects"] for name in suspect["unusual"]}
         kinds = tuple(name for name in kinds if name in seen)
-    with Corpus.open(settings.data.corpus) as corpus, console.PreparationProgress() as progress:
+    with open_corpus(settings.data) as corpus, console.PreparationProgress() as progress:
         result = scanning.scan(
             corpus,
             settings,

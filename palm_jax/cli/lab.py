@@ -58,9 +58,10 @@ def underflow(
     recorded = there.config()
     settings = config.override(recorded, overrides or ())
     for key in config.differences(recorded, settings):
-        if not key.startswith("mesh.") and key != "data.corpus":
+        if not config.is_within(key, ("mesh", *config.PLACES_OF_DATA)):
             raise WrongInput(
-                f"{key} would change the run that is looked at; this takes mesh.* and data.corpus"
+                f"{key} would change the run that is looked at; this takes mesh.* and "
+                f"{' or '.join(config.PLACES_OF_DATA)}"
             )
     prepare_jax(settings)
 

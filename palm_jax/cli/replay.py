@@ -144,10 +144,10 @@ def bundle(
     settings = config.load(run / folder.CONFIG)
     prepare_jax(settings)
 
-    from palm_jax.corpus.reader import Corpus
+    from palm_jax.corpus.corpora import open_corpus
     from palm_jax.replay import bundles
 
-    with Corpus.open(settings.data.corpus) as corpus:
+    with open_corpus(settings.data) as corpus:
         made = bundles.create(
             folder.RunFolder(run.absolute()), start, stop, out, corpus=corpus, segment=segment
         )

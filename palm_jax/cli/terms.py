@@ -56,9 +56,10 @@ def moved(
     """
     settings = config.override(recorded, overrides)
     for key in config.differences(recorded, settings):
-        if not key.startswith("mesh.") and key != "data.corpus":
+        if not config.is_within(key, ("mesh", *config.PLACES_OF_DATA)):
             raise WrongInput(
-                f"{key} would change what is {what}; this takes mesh.* and data.corpus"
+                f"{key} would change what is {what}; this takes mesh.* and "
+                f"{' or '.join(config.PLACES_OF_DATA)}"
             )
     return settings
 

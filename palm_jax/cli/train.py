@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import pathlib
@@ -82,7 +81,7 @@ def train(
             allow_environment=allow_environment,
         )
     if as_json:
-        evaluation = outcome.evaluation and dataclasses.asdict(outcome.evaluation)
+        evaluation = outcome.evaluation and outcome.evaluation.fields()
         print_json(
             {
                 "run": run,
@@ -120,30 +119,32 @@ def _keep(settings: config.Config, run: str, supervise: bool) -> int:
 
 
 def _print_result(settings: config.Config, outcome: Any) -> None:
-    from palm_jax.corpus import manifest
+    from palm_jax.corpus import corpora
 
     print(f"{outcome.tokens:,} tokens in {outcome.step} steps; last loss {outcome.loss:.4f} nats")
     model = outcome.evaluation.bits_per_byte
-    bigram = manifest.read(pathlib.Path(settings.data.corpus)).bigram_bits_per_byte
+    bigram = corpora.contents(settings.data).bigram_bits_per_byte
     line = f"held-out text: {model:.4f} bits per byte"
     if bigram:
         line += f"; a bigram model has {bigram:.4f} (ratio {model / bigram:.3f})"
     print(line)
+    for name, found in (outcome.evaluation.corpora or {}).items():
+        print(f"  {name}: {found:.4f}")
     print(f"state digest {outcome.state_digest}")
 
 
 def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
     from palm_jax import sharding
-    from palm_jax.corpus import manifest
+    from palm_jax.corpus import corpora
     from palm_jax.plan import flops
     from palm_jax.record import checkpoints
 
     num_processes = _num_processes(settings.mesh)
     corpus = None
-    if pathlib.Path(settings.data.corpus).exists():
+    if corpora.are_there(settings.data):
         from palm_jax import train as training
 
-        corpus = manifest.read(pathlib.Path(settings.data.corpus))
+        corpus = corpora.contents(settings.data)
         training.check_corpus(settings, corpus)
     tokens = flops.tokens_by_stage(settings)
     state = memory.state_bytes(settings)
@@ -198,7 +199,7 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
     enough = "" if free > (kept + 1) * state else f"; too little for {kept} of them and one more"
     print(f"{in_bytes(free)} free on the disk{enough}")
     if corpus is None:
-        print(f"data.corpus={settings.data.corpus} is not there yet: `palm-jax data prepare`")
+        print(f"{settings.data.told} is not there yet: `palm-jax data prepare`")
 
 
 def _num_processes(mesh: config.Mesh) -> int | None:

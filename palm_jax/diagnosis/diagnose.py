@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import collections.abc
 import dataclasses
 import math
@@ -121,14 +122,17 @@ def make_plan(
             f"the spike at step {onset} comes at the run's beginning: no earlier state is left "
             "to compare with"
         )
-    suspects = sum(
-        data.batch_size(settings.data.ramp, described.data_step(s)) for s in range(fork, stop)
+    fed = described.stream_of(settings)
+    suspects = collections.Counter(
+        name for step in range(fork, stop) for name in fed.corpora(described.data_step(step))
     )
-    if (num := corpus.num_sequences("train")) < 2 * suspects:
-        raise WrongInput(
-            f"{corpus.folder} has {num} sequences, and the arms' steps {fork} to {stop} read "
-            f"{suspects}: there are no other data to compare with. Give fewer steps with --after"
-        )
+    for name, own in data.id_ranges(corpus, mixture=settings.data.mixture).items():
+        if len(own) < 2 * suspects[name]:
+            raise WrongInput(
+                f"{corpus.folder if name is None else name} has {len(own)} sequences, and the "
+                f"arms' steps {fork} to {stop} read {suspects[name]}: there are no other data to "
+                "compare with. Give fewer steps with --after"
+            )
     far = [s for s in earlier if onset - s >= min(settings.spikes.rewind_steps, onset // 2)]
     well = {
         c.step

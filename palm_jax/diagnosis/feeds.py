@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from palm_jax import config, data
+from palm_jax import config, data, stream
 from palm_jax.diagnosis.arms import Arm, Plan
 from palm_jax.record.segments import Segment
 from palm_jax.replay import branches
@@ -84,14 +84,15 @@ class ArmSource:
         window = branches.positions_of(
             self.base, self.segment, self.plan.fork, self.plan.window_stop
         )
-        return self._read(step, data.normalized([*self.segment.exclusions, window]))
+        return self._read(step, stream.normalized([*self.segment.exclusions, *window]))
 
-    def _read(self, step: int, exclusions: data.Exclusions) -> tuple[int, Ids]:
-        where = data.window(self.segment.data_step(step), self.base.data.ramp, exclusions)
-        ids = data.sequence_ids(
-            self.base.seed, where.positions(), self.corpus.num_sequences("train")
-        )
-        return where.first_position, ids
+    def _read(self, step: int, exclusions: stream.Exclusions) -> tuple[int, Ids]:
+        fed, at = stream.Stream.of(self.base.data, exclusions), self.segment.data_step(step)
+        return fed.first_position(at), data.ids_at(self.base.seed, fed.places(at), self._id_ranges)
+
+    @property
+    def _id_ranges(self) -> dict[stream.Name, range]:
+        return data.id_ranges(self.corpus, mixture=self.base.data.mixture)
 
     def _permuted(self, step: int) -> Ids:
         plan = self.plan
@@ -109,26 +110,28 @@ class ArmSource:
         return self._rng("rows", step).permutation(self._own(source)[1])
 
     def _drawn(self, step: int) -> Ids:
-        """The batch of `step` from a stream of the corpus in an order of the arm's own."""
+        """The batch of `step` from streams of the corpora in an order of the arm's own."""
         if "drawn" not in self._cache:
-            stream, drawn = self._others(), []
-            for s in range(self.arm.first, len(self)):
-                size = len(self._own(self._step_of_run(s))[1])
-                drawn.append(np.fromiter(itertools.islice(stream, size), np.int64, size))
-            self._cache["drawn"] = drawn
+            # Row by row from the same corpus, so that a mixture stays what it is.
+            fed = self.segment.stream_of(self.base)
+            others = {name: self._others(name, own) for name, own in self._id_ranges.items()}
+            self._cache["drawn"] = [
+                np.array([next(others[name]) for name in fed.corpora(self._data_step(s))], np.int64)
+                for s in range(self.arm.first, len(self))
+            ]
         return self._cache["drawn"][step - self._step_of_run(self.arm.first)]
 
-    def _others(self) -> Iterator[int]:
-        """All sequences but the suspects, each once before any comes again."""
-        plan, num = self.plan, self.corpus.num_sequences("train")
+    def _others(self, name: stream.Name, own: range) -> Iterator[int]:
+        """All sequences of a corpus but the suspects, each once before any comes again."""
+        plan = self.plan
         suspects = {
             int(i) for step in range(plan.fork, plan.window_stop) for i in self._own(step)[1]
-        }
+        }.intersection(own)
         seed = int(self._rng("drawn").integers(2**31))
         for position in itertools.count():
-            (sequence,) = data.sequence_ids(seed, [position], num).tolist()
+            (sequence,) = data.ids_at(seed, [(name, position)], {name: own}).tolist()
             # A corpus of nothing but suspects has no other data to offer.
-            if sequence not in suspects or len(suspects) >= num:
+            if sequence not in suspects or len(suspects) >= len(own):
                 yield sequence
 
     def _rng(self, what: str, step: int = 0) -> np.random.Generator:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from palm_jax import config, reductions, sharding
 from palm_jax import step as stepping
+from palm_jax.corpus.corpora import Corpora
 from palm_jax.corpus.reader import Corpus
 from palm_jax.diagnosis.arms import Plan
 from palm_jax.diagnosis.experiment import Laboratory
@@ -293,14 +294,14 @@ def _moments(
 
 
 def _sources(corpus: Any, sequence: int) -> tuple[str, ...]:
-    if not isinstance(corpus, Corpus):  # a bundle's rows do not say where they come from
+    if not isinstance(corpus, Corpus | Corpora):  # a bundle's rows do not say where they come from
         return ()
     spans = corpus.documents("train", sequence)
     return tuple(f"{span.name} [{span.start}:{span.stop}]" for span in spans)
 
 
 def _excerpt(corpus: Any, tokens: npt.NDArray[np.int32]) -> str:
-    if not isinstance(corpus, Corpus):
+    if not isinstance(corpus, Corpus | Corpora):
         return " ".join(map(str, tokens[: EXCERPT // 4].tolist()))
     text = corpus.decode(tokens)[:EXCERPT]
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{MIDDLE DOT}" for c in text)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from palm_jax import config, data
+from palm_jax.corpus import joint
+from palm_jax.corpus.corpora import Corpora
 from palm_jax.corpus.reader import Corpus
 from palm_jax.diagnosis.texts import Reference, TextScores
 from palm_jax.record.segments import Segment
 
-NUM_REFERENCE = 1024  # sequences, spread over the corpus
+NUM_REFERENCE = 1024  # sequences, spread over each corpus
 LARGE_SHARE = 0.25  # of a batch; from so many unusual sequences on it is proposed to be left out
 
 
@@ -33,21 +35,22 @@ class Scan:
 
 
 def scan(
-    corpus: Corpus,
+    corpus: Corpus | Corpora,
     settings: config.Config,
     segment: Segment,
     steps: range,
     kinds: Sequence[str] = TextScores._fields,
     tell: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Scan:
-    """Look at every sequence that steps of a segment are fed.
+    """Look at every sequence that steps of a segment are fed, beside others of its corpus.
 
     Args:
       kinds: the scores that count, such as those that stood out in a diagnosis.
     """
-    num = corpus.num_sequences("train")
-    chosen = np.unique(np.linspace(0, num - 1, min(num, NUM_REFERENCE)).astype(np.int64))
-    reference = Reference(corpus.read("train", chosen), settings.model.vocabulary_size)
+    references = [
+        (own, _reference(corpus, own, settings.model.vocabulary_size))
+        for own in joint.id_ranges(corpus.manifest, "train").values()
+    ]
     found: list[Unusual] = []
     crowded: list[int] = []
     sequences = 0
@@ -58,13 +61,15 @@ def scan(
             segment.data_step(step),
             settings.data.ramp,
             segment.exclusions,
+            mixture=settings.data.mixture,
         )
         here = []
         for row, tokens in enumerate(batch.tokens):
+            sequence = int(batch.sequence_ids[row])
+            reference = next(usual for own, usual in references if sequence in own)
             off = reference.unusual(reference.scores(tokens))
             sigmas = {name: value for name, value in off.items() if name in kinds}
             if sigmas:
-                sequence = int(batch.sequence_ids[row])
                 (first, *_) = corpus.documents("train", sequence)
                 here.append(Unusual(step, row, sequence, sigmas, first.name))
         found += here
@@ -73,6 +78,12 @@ def scan(
             crowded.append(step)
         tell("scanning steps", done, len(steps))
     return Scan(sequences, tuple(found), tuple(_runs(crowded)))
+
+
+def _reference(corpus: Corpus | Corpora, own: range, vocabulary_size: int) -> Reference:
+    """Of sequences spread over a corpus's own ids."""
+    chosen = np.linspace(own.start, own.stop - 1, min(len(own), NUM_REFERENCE)).astype(np.int64)
+    return Reference(corpus.read("train", np.unique(chosen)), vocabulary_size)
 
 
 def _runs(steps: Sequence[int]) -> list[tuple[int, int]]:

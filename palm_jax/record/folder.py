@@ -2,7 +2,7 @@
 
 RUN/
   config.yaml          resolved and complete
-  manifest.json        of the corpus, as when the run began
+  manifest.json        of the corpus, or of the corpora, as when the run began
   logbook/NNNN.jsonl   append-only
   segments/NNN/        segment.json, checkpoints/STEP/, tensorboard/
 """
@@ -19,7 +19,8 @@ import shutil
 from typing import Any
 
 from palm_jax import config, files
-from palm_jax.corpus import manifest
+from palm_jax.corpus import joint, manifest
+from palm_jax.corpus.joint import Contents
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import segments
 
@@ -55,10 +56,10 @@ class RunFolder:
     def config(self) -> config.Config:
         return config.load(self.path / CONFIG)
 
-    def manifest(self) -> manifest.Manifest:
+    def manifest(self) -> Contents:
         if not (self.path / MANIFEST).is_file():
             raise CannotDo(f"{self.path} is damaged: it has no {MANIFEST}; restore it")
-        return manifest.read(self.path)
+        return joint.read(self.path)
 
 
 def check_own(run: str | os.PathLike[str]) -> None:
@@ -90,7 +91,7 @@ def is_run(path: str | os.PathLike[str]) -> bool:
 
 
 def open_run(
-    path: str | os.PathLike[str], settings: config.Config, corpus: manifest.Manifest
+    path: str | os.PathLike[str], settings: config.Config, corpus: Contents
 ) -> tuple[RunFolder, dict[str, Any]]:
     """The folder of a new run, or of the one that `settings` continue.
 
@@ -115,8 +116,8 @@ def open_run(
         )
     if (trained_on := run.manifest().digest) != corpus.digest:
         raise WrongInput(
-            f"{run.path} was trained on the corpus {trained_on[:16]}, but data.corpus="
-            f"{settings.data.corpus} is {corpus.digest[:16]}; name the run's own corpus"
+            f"{run.path} was trained on the corpus {trained_on[:16]}, but "
+            f"{settings.data.told} is {corpus.digest[:16]}; name the run's own corpus"
         )
     if changes:
         write_whole(run.path / CONFIG, config.to_yaml(settings))
@@ -126,7 +127,7 @@ def open_run(
 def create(
     run: RunFolder,
     settings: config.Config,
-    corpus: manifest.Manifest,
+    corpus: Contents,
     first: segments.Segment,
 ) -> None:
     """Make the folder of a run, or of a branch, whose first segment is `first`.

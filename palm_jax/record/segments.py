@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from palm_jax import config, files
+from palm_jax import config, files, stream
 from palm_jax.errors import CannotDo, WrongInput
 
 _END = 2**53
@@ -71,7 +71,8 @@ class Segment(_Strict):
     parent: Departure | None = None
     start_step: Step = 0
     reason: str = ""
-    exclusions: tuple[tuple[Natural, Natural], ...] = ()  # positions [start, stop)
+    # Positions [start, stop), where there are several corpora with the name of theirs.
+    exclusions: tuple[tuple[Natural, Natural] | tuple[Natural, Natural, str], ...] = ()
     interventions: tuple[Intervention, ...] = ()
     # The other clocks. Moments come with the state.
     data_offset: Annotated[int, pydantic.Field(gt=-_END, lt=_END)] = (
@@ -90,10 +91,14 @@ class Segment(_Strict):
             )
         if self.data_step(self.start_step) < 0:
             raise ValueError(f"data_offset={self.data_offset}: there is no data before step 0")
-        for start, stop in self.exclusions:
+        for start, stop, *_ in self.exclusions:
             if start >= stop:
                 raise ValueError(f"exclusions: {start}:{stop} is empty")
         return self
+
+    def stream_of(self, base: config.Config) -> stream.Stream:
+        """Where the steps of a segment of a run of `base` find their data."""
+        return stream.Stream.of(base.data, self.exclusions)
 
     def data_step(self, step: int) -> int:
         """The step whose data `step` trains on."""
@@ -137,8 +142,7 @@ def changes_of(
 
 
 def _is_allowed(key: str, allowed: tuple[str, ...]) -> bool:
-    within = any(key == name or key.startswith(f"{name}.") for name in allowed)
-    return within and key not in FORM_OF_THE_STATE
+    return config.is_within(key, allowed) and key not in FORM_OF_THE_STATE
 
 
 def read(folder: pathlib.Path) -> Segment:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import tensorboardX
 
-from palm_jax import config, data, processes
+from palm_jax import config, data, processes, stream
 from palm_jax.errors import CannotDo
 from palm_jax.plan import flops
 from palm_jax.record import logbook, profile
@@ -31,14 +31,14 @@ def computed_fields(
       digest: of the whole batch; `batch` may hold the rows of this process alone.
       vitals: on the host.
     """
-    sequences = data.sequences_before(settings.data.ramp, batch.step + 1)
+    sequences = stream.sequences_before(settings.data.ramp, batch.step + 1)
     if MICROBATCH_DIGESTS in vitals:
         words = vitals[MICROBATCH_DIGESTS].tolist()
         vitals = vitals | {MICROBATCH_DIGESTS: [f"{high:08x}{low:08x}" for high, low in words]}
     return {
         **vitals,
         "tokens": sequences * settings.model.sequence_length,
-        "batch_size": data.batch_size(settings.data.ramp, batch.step),
+        "batch_size": stream.batch_size(settings.data.ramp, batch.step),
         "first_position": batch.first_position,
         "batch_digest": digest,
     }
@@ -152,10 +152,10 @@ class StepRecorder:
         """
         model, seconds = self.settings.model, time.perf_counter() - self._since
         ramp = self.settings.data.ramp
-        num_sequences = sum(data.batch_size(ramp, batch.step) for _, batch, _ in pending)
+        num_sequences = sum(stream.batch_size(ramp, batch.step) for _, batch, _ in pending)
         num_tokens = num_sequences * model.sequence_length
         step, last, _ = pending[-1]
-        size = data.batch_size(ramp, last.step)
+        size = stream.batch_size(ramp, last.step)
         self.slow = self._throughput.add(step, size, seconds, num_tokens)
         rate = num_tokens / seconds
         mesh = self.settings.mesh

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from palm_jax import config, data
+from palm_jax import config, data, stream
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import folder, lock, logbook, segments
 from palm_jax.record.checkpoints import Checkpoints
@@ -96,24 +97,22 @@ def departed(
     )
     if segment.data_step(step) < 0:
         raise WrongInput(f"--data-from {changes.data_from}: there is no data before step 0")
-    exclusions = list(parent.exclusions)
+    exclusions: list[stream.Exclusion] = list(parent.exclusions)
     for start, stop in changes.exclude:
         if start < at:
             raise WrongInput(
                 f"--exclude {start}:{stop} begins before step {at}, whose data was read already; "
                 "depart earlier"
             )
-        exclusions.append(positions_of(base, segment, start, stop))
-    return segment.model_copy(update={"exclusions": data.normalized(exclusions)}), values
+        exclusions += positions_of(base, segment, start, stop)
+    return segment.model_copy(update={"exclusions": stream.normalized(exclusions)}), values
 
 
-def positions_of(base: config.Config, segment: Segment, start: int, stop: int) -> tuple[int, int]:
-    """The absolute positions [start, stop) that steps [start, stop) of a segment read."""
-    first, last = (
-        data.window(segment.data_step(step), base.data.ramp, segment.exclusions).first_position
-        for step in (start, stop)
-    )
-    return first, last
+def positions_of(
+    base: config.Config, segment: Segment, start: int, stop: int
+) -> tuple[stream.Exclusion, ...]:
+    """The absolute positions that steps [start, stop) of a segment read, in each corpus."""
+    return segment.stream_of(base).intervals(segment.data_step(start), segment.data_step(stop))
 
 
 def create_branch(
@@ -293,28 +292,34 @@ def _record(run: RunFolder, event: str, **fields: Any) -> None:
         book.append(event, **fields)
 
 
-def recurrences(settings: config.Config, segment: Segment, num_sequences: int) -> dict[str, Any]:
+def recurrences(
+    settings: config.Config, segment: Segment, id_ranges: Mapping[stream.Name, range]
+) -> dict[str, Any]:
     """What an exclusion does not reach: its sequences, and the later epochs they come in.
 
+    Args:
+      id_ranges: the ids of each corpus.
     Returns:
       excluded_positions, sequence_ids, and epochs (0-based, of the planned run) in which those
-      sequences are read again, the first 1000.
+      sequences are read again, the first 1000; of several corpora, each one's by its name.
     """
-    last = data.window(
-        segment.data_step(settings.steps), settings.data.ramp, segment.exclusions
-    ).first_position
+    end = segment.stream_of(settings).next_positions(segment.data_step(settings.steps))
     ids: set[int] = set()
-    for start, stop in segment.exclusions:
-        if stop - start >= 2 * num_sequences:  # a whole epoch lies within
-            ids = set(range(num_sequences))
-            break
-        ids.update(data.sequence_ids(settings.seed, range(start, stop), num_sequences).tolist())
-    first_epoch = min((start // num_sequences for start, _ in segment.exclusions), default=0)
-    end = min((last - 1) // num_sequences + 1, first_epoch + 1 + _MOST_EPOCHS)
+    epochs: dict[stream.Name, list[int]] = {}
+    for name, own in id_ranges.items():
+        excluded = [(a, b) for a, b, *corpus in segment.exclusions if corpus == [name] * bool(name)]
+        if any(stop - start >= 2 * len(own) for start, stop in excluded):  # a whole epoch within
+            ids.update(own)
+        else:
+            places = [(name, at) for start, stop in excluded for at in range(start, stop)]
+            ids.update(data.ids_at(settings.seed, places, {name: own}).tolist())
+        first = min((start // len(own) for start, _ in excluded), default=0)
+        last = min((end[name] - 1) // len(own) + 1, first + 1 + _MOST_EPOCHS)
+        epochs[name] = list(range(first + 1, last)) if excluded else []
     return {
-        "excluded_positions": sum(stop - start for start, stop in segment.exclusions),
+        "excluded_positions": sum(stop - start for start, stop, *_ in segment.exclusions),
         "sequence_ids": sorted(ids),
-        "epochs": list(range(first_epoch + 1, end)),
+        "epochs": epochs.get(None, epochs),
     }
 
 

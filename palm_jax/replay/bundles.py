@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from palm_jax import config, data, files, sharding
 from palm_jax.corpus import arrays
-from palm_jax.corpus.manifest import Manifest
+from palm_jax.corpus.corpora import Corpora, open_corpus
+from palm_jax.corpus.joint import Contents
 from palm_jax.corpus.reader import Corpus
 from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
@@ -44,7 +45,7 @@ _NAMES = {"train": ("ids", "tokens"), "held_out": ("held_out_ids", "held_out_tok
 class BundledRows:
     """The rows of a corpus that a bundle carries; reads like the corpus."""
 
-    def __init__(self, path: pathlib.Path, manifest: Manifest) -> None:
+    def __init__(self, path: pathlib.Path, manifest: Contents) -> None:
         self.folder, self.manifest = path.parent, manifest
         self._tokens: dict[str, npt.NDArray[Any]] = {}
         self._places: dict[str, dict[int, int]] = {}
@@ -87,7 +88,7 @@ class BundledRows:
 _Rows = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]  # (ids, tokens)
 
 
-def _read_rows(path: pathlib.Path, manifest: Manifest) -> dict[str, _Rows]:
+def _read_rows(path: pathlib.Path, manifest: Contents) -> dict[str, _Rows]:
     """{split: (ids, tokens)}. Errors of many kinds; but nothing is read that could be too large."""
     found = {}
     with files.opened(path) as file, zipfile.ZipFile(file) as archive:
@@ -109,7 +110,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> npt.NDArray[np.integer]:
         return np.frombuffer(file.read(), dtype).reshape(shape)
 
 
-def _check_rows(ids: Any, tokens: Any, split: str, manifest: Manifest) -> None:
+def _check_rows(ids: Any, tokens: Any, split: str, manifest: Contents) -> None:
     shape = (len(ids) if ids.ndim == 1 else -1, manifest.sequence_length + 1)
     if tokens.shape != shape:
         raise ValueError(f"{split}: {tokens.dtype} of shape {tokens.shape} is no rows of tokens")
@@ -122,7 +123,13 @@ def _check_rows(ids: Any, tokens: Any, split: str, manifest: Manifest) -> None:
 
 
 def create(
-    run: RunFolder, start: int, stop: int, out: str, *, corpus: Corpus, segment: int | None = None
+    run: RunFolder,
+    start: int,
+    stop: int,
+    out: str,
+    *,
+    corpus: data.Rows,
+    segment: int | None = None,
 ) -> pathlib.Path:
     """Write a bundle of steps [start, stop) to `out`: a folder, or an archive if it ends so.
 
@@ -230,8 +237,8 @@ def _records(run: RunFolder, segment: int, start: int, stop: int) -> list[dict[s
     return kept
 
 
-def open_rows(run: RunFolder, settings: config.Config) -> Corpus | BundledRows:
-    """What a run's steps are read from: its corpus, or the rows that its bundle carries."""
+def open_rows(run: RunFolder, settings: config.Config) -> Corpus | Corpora | BundledRows:
+    """What a run's steps are read from: its corpora, or the rows that its bundle carries."""
     if (run.path / ROWS).is_file():
         return BundledRows(run.path / ROWS, run.manifest())
-    return Corpus.open(settings.data.corpus)
+    return open_corpus(settings.data)

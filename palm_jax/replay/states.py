@@ -144,6 +144,9 @@ def _is_count(path: tuple[object, ...]) -> bool:
 
 
 def _on_mesh_of(settings: config.Config, other: config.Config) -> config.Config:
-    """`settings` on the mesh, and with the corpus folder, of `other`."""
-    moved = settings.data.model_copy(update={"corpus": other.data.corpus})
+    """`settings` on the mesh, and with the folders of corpora, of `other`."""
+    mixture = settings.data.mixture
+    if mixture is not None and other.data.mixture is not None:
+        mixture = mixture.model_copy(update={"corpora": other.data.mixture.corpora})
+    moved = settings.data.model_copy(update={"corpus": other.data.corpus, "mixture": mixture})
     return settings.model_copy(update={"mesh": other.mesh, "data": moved})

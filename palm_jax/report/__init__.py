@@ -70,10 +70,10 @@ def write(
 def content(reading: Reading, numbers: dict[str, Any]) -> page.Content:
     """What the page of a run shows; pure."""
     history = reading.history
-    exclusions = reading.segments[reading.segment].exclusions
+    segment = reading.segments[reading.segment]
     found = [
         *marks.of_events(reading.events),
-        *marks.of_exclusions(history, exclusions),
+        *marks.of_exclusions(history, segment, reading.settings),
         *marks.of_history(history),
     ]
     keep = [mark.first for mark in found if mark.kind in ("incident", "rollback", "promotion")]

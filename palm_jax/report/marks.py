@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import collections.abc
 import dataclasses
 from typing import Any
 
 import numpy as np
 
+from palm_jax import config, stream
 from palm_jax.record.chronicle import spikes, words
 from palm_jax.record.chronicle.values import Record, is_whole
+from palm_jax.record.segments import Segment
 from palm_jax.report.series import History, spans
 
 # In the order of the legend.
@@ -115,24 +118,49 @@ def of_history(history: History) -> list[Mark]:
     return found
 
 
-def of_exclusions(
-    history: History, exclusions: collections.abc.Iterable[tuple[int, int]]
-) -> list[Mark]:
+def of_exclusions(history: History, segment: Segment, settings: config.Config) -> list[Mark]:
     """The step at which the data jumps over each exclusion, as far as it was reached."""
-    first, size = history.series("first_position"), history.series("batch_size")
     found: list[Mark] = []
-    if len(first.steps_S) != len(size.steps_S):
-        return found
-    stop_S = first.values_S + size.values_S
-    for start, stop in exclusions:
-        # The first batch that would have read the first position left out, or begins after it.
-        after = np.flatnonzero(stop_S > start)
-        if len(after) and first.values_S[after[0]] <= stop:
-            step = int(first.steps_S[after[0]])
+    for exclusion in segment.exclusions:
+        start, stop, *name = exclusion
+        step = (
+            _step_over_in(history, segment, settings, start, stop, name[0])
+            if name
+            else _step_over(history, start, stop)
+        )
+        if step is not None:
             count = words.count(stop - start, "sequence")
-            label = f"{count} left out, positions {start}:{stop}, at step {step}"
+            label = f"{count} left out, {stream.told(exclusion)}, at step {step}"
             found.append(Mark("exclusion", step, step, label))
     return found
+
+
+def _step_over(history: History, start: int, stop: int) -> int | None:
+    """As recorded by a run of one corpus."""
+    first, size = history.series("first_position"), history.series("batch_size")
+    if len(first.steps_S) != len(size.steps_S):
+        return None
+    # The first batch that would have read the first position left out, or begins after it.
+    after = np.flatnonzero(first.values_S + size.values_S > start)
+    if len(after) and first.values_S[after[0]] <= stop:
+        return int(first.steps_S[after[0]])
+    return None
+
+
+def _step_over_in(
+    history: History, segment: Segment, settings: config.Config, start: int, stop: int, corpus: str
+) -> int | None:
+    """As the arithmetic of a mixture has it: records do not say where each corpus is."""
+    fed, steps = segment.stream_of(settings), history.steps_S.tolist()
+
+    def first(step: int) -> int:
+        return fed.next_positions(max(0, segment.data_step(step)))[corpus]
+
+    at = bisect.bisect_right(steps, start, key=first)
+    if at:
+        before = fed.places(max(0, segment.data_step(steps[at - 1])))
+        at -= any(name == corpus and position > start for name, position in before)
+    return steps[at] if at < len(steps) and first(steps[at]) <= stop else None
 
 
 def _plain(markdown: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import markdown_it
 import plotly.offline
 
-from palm_jax import config
+from palm_jax import config, stream
 from palm_jax.record.chronicle import values, words
 from palm_jax.record.chronicle.stretches import Entry
 from palm_jax.record.segments import Segment
@@ -283,7 +283,7 @@ def _segments(segments: dict[int, Segment], shown: int) -> str:
         parent = "" if segment.parent is None else _departure(segment)
         changes = [f"{k} = {v} from step {i.at}" for i in segment.interventions
                    for k, v in i.changes.items()]  # fmt: skip
-        left_out = [f"positions {start}:{stop}" for start, stop in segment.exclusions]
+        left_out = [stream.told(exclusion) for exclusion in segment.exclusions]
         name = f"{number}{', shown here' if number == shown else ''}"
         rows.append(
             [name, parent, segment.start_step, segment.reason, _lines(changes), _lines(left_out)]

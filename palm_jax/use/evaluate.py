@@ -1,13 +1,16 @@
-"""Loss on a split of the corpus, every sequence once. Reads parameters, changes nothing."""
+"""Loss on a split of the corpora, every sequence once. Reads parameters, changes nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
 from palm_jax import model
+from palm_jax.corpus import joint
+from palm_jax.corpus.corpora import Corpora
 from palm_jax.corpus.reader import Corpus
 from palm_jax.step import Program
 
@@ -20,10 +23,18 @@ class Evaluation:
     bits_per_byte: float  # all targets' bits over the bytes they stand for
     sequences: int
     targets: int
+    corpora: dict[str, float] | None = None  # of a mixture, bits per byte of each
+
+    def fields(self) -> dict[str, Any]:
+        """What is recorded: of one corpus nothing that speaks of several."""
+        fields = dataclasses.asdict(self)
+        if self.corpora is None:
+            del fields["corpora"]
+        return fields
 
 
 def evaluate(
-    program: Program, params: model.Params, corpus: Corpus, split: str = "held_out"
+    program: Program, params: model.Params, corpus: Corpus | Corpora, split: str = "held_out"
 ) -> Evaluation:
     """Evaluate on all of a split; the last, partial batch counts like the others.
 
@@ -53,4 +64,21 @@ def evaluate(
         bits_per_byte=total / math.log(2) / corpus.manifest.splits[split].target_bytes,
         sequences=num_sequences,
         targets=targets,
+        corpora=_bits_per_byte_of_each(corpus, split, nats),
     )
+
+
+def _bits_per_byte_of_each(
+    corpus: Corpus | Corpora, split: str, nats: list[float]
+) -> dict[str, float] | None:
+    """By corpus, from the nats of every sequence in the order of ids."""
+    if isinstance(corpus, Corpus):
+        return None
+    contents = corpus.manifest
+    return {
+        name: math.fsum(nats[own.start : own.stop])
+        / math.log(2)
+        / contents.corpora[name].splits[split].target_bytes
+        for name, own in joint.id_ranges(contents, split).items()
+        if name is not None
+    }

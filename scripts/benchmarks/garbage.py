@@ -12,7 +12,7 @@ import argparse
 import pathlib
 import sys
 
-from palm_jax import config, start
+from palm_jax import config, start, stream
 from palm_jax.errors import CannotDo, WrongInput
 
 STEPS, GARBAGE = 260, (190, 230)
@@ -46,7 +46,7 @@ def main() -> None:
 
     if not (folder / "corpus").exists():
         ramp = settings.data.ramp
-        positions = range(*(data.sequences_before(ramp, step) for step in GARBAGE))
+        positions = range(*(stream.sequences_before(ramp, step) for step in GARBAGE))
         with Corpus.open(CORPUS) as corpus:
             num_sequences = corpus.num_sequences("train")
         ids = data.sequence_ids(settings.seed, list(positions), num_sequences)

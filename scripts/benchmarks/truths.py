@@ -19,7 +19,7 @@ import time
 import unittest.mock
 from typing import Any
 
-from palm_jax import config, start
+from palm_jax import config, start, stream
 from palm_jax.errors import CannotDo, WrongInput
 
 CORPUS = pathlib.Path("runs/corpus64")
@@ -125,7 +125,7 @@ def _ids(settings: config.Config, steps: range) -> list[int]:
     from palm_jax.corpus.reader import Corpus
 
     ramp = settings.data.ramp
-    positions = [p for step in steps for p in data.window(step, ramp).positions()]
+    positions = [p for step in steps for p in stream.window(step, ramp).positions()]
     with Corpus.open(settings.data.corpus) as corpus:
         num_sequences = corpus.num_sequences("train")
     return data.sequence_ids(settings.seed, positions, num_sequences).tolist()

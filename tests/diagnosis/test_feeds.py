@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from palm_jax import data
+from palm_jax import data, stream
 from palm_jax.diagnosis import arms
 from palm_jax.diagnosis.arms import Treatment
 from palm_jax.diagnosis.feeds import ArmSource
@@ -146,8 +146,8 @@ def test_all_new_data_hold_no_suspect_past_half_the_distance(small):
 def test_an_exclusion_moves_up_what_follows(small):
     source = source_of(small, "D exclude 0")
     ramp = source.base.data.ramp
-    window = tuple(data.window(step, ramp, EXCLUDED).first_position for step in (24, 34))
-    excluded = data.normalized([*EXCLUDED, window])
+    window = tuple(stream.window(step, ramp, EXCLUDED).first_position for step in (24, 34))
+    excluded = stream.normalized([*EXCLUDED, window])
     wanted = {
         step: data.batch(Numbers(), 0, step, ramp, excluded).sequence_ids.tolist()
         for step in range(24, 40)

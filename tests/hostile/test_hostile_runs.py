@@ -232,7 +232,7 @@ def test_a_change_of_a_setting_that_is_not_there_is_refused(copied):
 def test_an_exclusion_of_more_than_there_is_is_told_without_listing_it(copied):
     there = described(copied, 1, exclusions=[[160, 2**50]])
     segment = segments.read(there.segment(1))
-    told = branches.recurrences(there.config(), segment, 100)
+    told = branches.recurrences(there.config(), segment, {None: range(100)})
     assert told["excluded_positions"] == 2**50 - 160
     assert told["sequence_ids"] == list(range(100))
     assert len(told["epochs"]) == 1000

@@ -8,6 +8,7 @@ import datetime
 import math
 from typing import Any
 
+from palm_jax import stream
 from palm_jax.record import logbook
 from palm_jax.record.chronicle import events, spikes, values, words
 from palm_jax.record.chronicle.histories import Histories, Rows
@@ -119,7 +120,7 @@ class Teller:
         self.totals = _Totals()
         self._histories: Histories[float] = Histories(parents)  # the value is seconds a step
         self._segments: set[int] = set()
-        self._exclusions: list[tuple[int, int]] = []
+        self._excluded: dict[str, list[tuple[int, int]]] = {}  # by corpus; "": the only one
         self._torn: list[str] = []
         self._stretch: Stretch | None = None
         self._process: _Process | None = None
@@ -138,7 +139,7 @@ class Teller:
         return {
             "steps_made": len(self._histories),
             **dataclasses.asdict(self.totals),
-            "sequences_excluded": values.length_of_union(self._exclusions),
+            "sequences_excluded": sum(map(values.length_of_union, self._excluded.values())),
             "segments": len(self._segments),
             "torn_lines": list(self._torn),
         }
@@ -356,14 +357,16 @@ class Teller:
     def _exclude(self, exclusion: Any) -> str:
         if not (
             isinstance(exclusion, list)
-            and len(exclusion) == 2
-            and all(values.is_whole(end) for end in exclusion)
+            and len(exclusion) in (2, 3)
+            and all(values.is_whole(end) for end in exclusion[:2])
+            and all(isinstance(name, str) for name in exclusion[2:])
             and exclusion[0] < exclusion[1]
         ):
             return f"Excluded: {words.value(exclusion)}."
-        start, stop = exclusion
-        self._exclusions.append((start, stop))
-        return f"Excluded: {words.count(stop - start, 'sequence')}, positions {start}:{stop}."
+        start, stop, *name = exclusion
+        self._excluded.setdefault("".join(name), []).append((start, stop))
+        count = words.count(stop - start, "sequence")
+        return f"Excluded: {count}, {words.inline(stream.told((start, stop, *name)))}."
 
     # --- what happens on the way ---
 
