@@ -36,6 +36,18 @@ IN_A_BRANCH = (
 FORM_OF_THE_STATE = ("optimizer.name",)
 
 
+def _form(exclusion: object) -> str:
+    return "named" if isinstance(exclusion, list | tuple) and len(exclusion) == 3 else "alone"
+
+
+# Positions [start, stop) of the run's only corpus, or with the name of one of several.
+Exclusion = Annotated[
+    Annotated[tuple[Natural, Natural], pydantic.Tag("alone")]
+    | Annotated[tuple[Natural, Natural, str], pydantic.Tag("named")],
+    pydantic.Discriminator(_form),
+]
+
+
 class _Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -71,8 +83,7 @@ class Segment(_Strict):
     parent: Departure | None = None
     start_step: Step = 0
     reason: str = ""
-    # Positions [start, stop), where there are several corpora with the name of theirs.
-    exclusions: tuple[tuple[Natural, Natural] | tuple[Natural, Natural, str], ...] = ()
+    exclusions: tuple[Exclusion, ...] = ()
     interventions: tuple[Intervention, ...] = ()
     # The other clocks. Moments come with the state.
     data_offset: Annotated[int, pydantic.Field(gt=-_END, lt=_END)] = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -176,6 +178,75 @@ def test_processes_share_a_batch(small, name):
     ]
     step = whole.arm.first + 7
     assert data.add_digests(part[step].digest for part in parts) == whole[step].digest
+
+
+# Of a mixture
+
+SIZES = {"books": 600, "code": 300}
+
+
+def mixed_source_of(small, name):
+    source = source_of(small, name)
+    numbers = Numbers()
+    splits = {k: {"train": types.SimpleNamespace(sequences=n)} for k, n in SIZES.items()}
+    numbers.manifest = types.SimpleNamespace(
+        corpora={k: types.SimpleNamespace(splits=split) for k, split in splits.items()}
+    )
+    mixture = {
+        "corpora": {"books": "b", "code": "c"},
+        "starts": [0, 29],
+        "weights": [{"books": 3, "code": 1}, {"books": 1, "code": 2}],
+    }
+    base = small(
+        **{
+            "data.corpus": None,
+            "data.mixture": mixture,
+            "data.ramp": {"starts": [0, 27], "sizes": [8, 16]},
+        }
+    )
+    segment = Segment(exclusions=((40, 56, "books"),))
+    return ArmSource(numbers, base, segment, source.plan, source.arm, rows=np.arange)
+
+
+def corpora_of(batches):
+    return {step: ["books" if i < 600 else "code" for i in ids] for step, ids in batches.items()}
+
+
+def test_a_replay_of_a_mixture_is_fed_what_the_run_was(small):
+    source = mixed_source_of(small, "A1")
+    base = source.base
+    for step, ids in fed(source).items():
+        exclusions, mixture = source.segment.exclusions, base.data.mixture
+        batch = data.batch(source.corpus, 0, step, base.data.ramp, exclusions, mixture=mixture)
+        assert batch.sequence_ids.tolist() == ids
+        assert batch.digest == source[step].digest
+        assert batch.first_position == source[step].first_position
+
+
+def test_other_data_are_of_the_corpus_that_they_stand_for(small):
+    before = fed(mixed_source_of(small, "A1"))
+    suspects = set(together(before, range(24, 34)))
+    found = fed(mixed_source_of(small, "C0"))
+    assert corpora_of(found) == corpora_of(before)
+    window = together(found, range(24, 34))
+    assert not suspects & set(window)
+    assert len(set(window)) == len(window)
+    earlier = fed(mixed_source_of(small, "E0"))
+    assert not suspects & {i for ids in earlier.values() for i in ids}
+    code = {step: ids.count("code") for step, ids in corpora_of(earlier).items()}
+    assert all(n == (2 if step < 27 else 4) for step, n in code.items() if step < 29)
+
+
+def test_an_exclusion_in_a_mixture_moves_up_what_follows_in_each_corpus(small):
+    source = mixed_source_of(small, "D exclude 0")
+    fed_to_run = source.segment.stream_of(source.base)
+    left_out = stream.normalized([*source.segment.exclusions, *fed_to_run.intervals(24, 34)])
+    after = stream.Stream.of(source.base.data, left_out)
+    ids = data.id_ranges(source.corpus, mixture=source.base.data.mixture)
+    wanted = {s: data.ids_at(0, after.places(s), ids).tolist() for s in range(24, 40)}
+    assert fed(source) == wanted
+    permuted = fed(mixed_source_of(small, "D exclude 1"))
+    assert {s: sorted(i) for s, i in permuted.items()} == {s: sorted(i) for s, i in wanted.items()}
 
 
 def test_clean_steps_are_looked_at_where_the_run_has_them():

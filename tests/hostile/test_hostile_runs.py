@@ -202,7 +202,10 @@ def described(copied: pathlib.Path, number: int, **changes: object) -> RunFolder
         ({"segment": 3}, "it says segment=3"),
         ({"data_offset": -30}, "no data before step 0"),
         ({"exclusions": [[9, 9]]}, "9:9 is empty"),
-        ({"exclusions": [[0, 10**30]]}, r"exclusions\.0\.1"),
+        ({"exclusions": [[0, 10**30]]}, r"exclusions\.0\.alone\.1"),
+        ({"exclusions": [[0, 9, 7]]}, r"exclusions\.0\.named\.2"),
+        ({"exclusions": [[9, 3, "books"]]}, "9:3 is empty"),
+        ({"exclusions": [7]}, r"exclusions\.0"),
         ({"update_count": 2**40}, "update_count"),
     ],
 )
