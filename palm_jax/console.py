@@ -180,6 +180,7 @@ class TrainingProgress:
             f"held out after step {fields['step']}: loss {fields['loss']:.4f}, perplexity "
             f"{fields['perplexity']:.3f}, {fields['bits_per_byte']:.4f} bits per byte "
             f"({fields['sequences']} sequences)"
+            + "".join(f", {of} {bits:.4f}" for of, bits in fields.get("corpora", {}).items())
         )
 
     def _checkpoint(self, fields: dict[str, Any]) -> None:

@@ -12,9 +12,11 @@ excluded: the m-th draw of a corpus is the m-th position of its own stream that 
 
 from __future__ import annotations
 
+import collections
 import collections.abc
 import dataclasses
 import functools
+import itertools
 import operator
 
 from palm_jax import config, mixing
@@ -115,37 +117,25 @@ def stretch(index: int, size: int, exclusions: Intervals = ()) -> tuple[range, .
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
-    """The positions that make up a step's batch, in order, where there is one corpus."""
-
-    step: int
-    first_position: int
-    size: int  # sequences
-    ranges: tuple[range, ...]
-
-    def positions(self) -> list[int]:
-        return [position for part in self.ranges for position in part]
-
-
-def window(step: int, ramp: Ramp, exclusions: Intervals = ()) -> Window:
-    """Where the batch of `step` lies in the unskipped stream of the only corpus."""
-    step = checked(step)
-    size = batch_size(ramp, step)
-    ranges = stretch(sequences_before(ramp, step), size, exclusions)
-    return Window(step, ranges[0].start, size, ranges)
-
-
-@dataclasses.dataclass(frozen=True)
 class Stream:
     """What a run is fed, step by step, from one corpus or, by the weights of `mixture`, several.
 
     Raises:
-      WrongInput: when it is used, if an exclusion is of no corpus that there is.
+      WrongInput: an exclusion is of no corpus that there is.
     """
 
     ramp: Ramp
     mixture: config.Mixture | None = None
     exclusions: Exclusions = ()
+
+    def __post_init__(self) -> None:
+        for exclusion in self.exclusions:
+            if _corpus_of(exclusion) not in self.names:
+                there = ", ".join(map(str, self.names)) if self.mixture else "one, without a name"
+                raise WrongInput(
+                    f"an exclusion is of {told(exclusion)}, which is of none of the run's corpora; "
+                    f"there are: {there}"
+                )
 
     @classmethod
     def of(cls, settings: config.Data, exclusions: Exclusions = ()) -> Stream:
@@ -157,13 +147,14 @@ class Stream:
 
     def corpora(self, step: int) -> list[Name]:
         """The corpus of each row of the batch of `step`."""
-        first, stop = (sequences_before(self.ramp, s) for s in (step, step + 1))
-        return [self.names[corpus] for corpus in self._turns.order(first, stop)]
+        first, names = sequences_before(self.ramp, step), self.names
+        order = self._turns.order(first, first + batch_size(self.ramp, step))
+        return [names[corpus] for corpus in order]
 
     def next_positions(self, step: int) -> dict[Name, int]:
         """In each corpus, the position that is drawn next when `step` begins."""
         return {
-            name: absolute_position(drawn, self._excluded[name])
+            name: absolute_position(drawn, self.excluded[name])
             for name, drawn in self._drawn(step).items()
         }
 
@@ -176,16 +167,13 @@ class Stream:
 
     def places(self, step: int) -> list[Place]:
         """The place of each row of the batch of `step`."""
-        before, after = self._drawn(step), self._drawn(step + 1)
+        corpora = self.corpora(step)
+        drawn = collections.Counter(corpora)
         positions = {
-            name: (
-                position
-                for part in stretch(drawn, after[name] - drawn, self._excluded[name])
-                for position in part
-            )
-            for name, drawn in before.items()
+            name: itertools.chain(*stretch(before, drawn[name], self.excluded[name]))
+            for name, before in self._drawn(step).items()
         }
-        return [(name, next(positions[name])) for name in self.corpora(step)]
+        return [(name, next(positions[name])) for name in corpora]
 
     def intervals(self, start: int, stop: int) -> tuple[Exclusion, ...]:
         """What steps [start, stop) draw, and what is left out between, as exclusions."""
@@ -209,19 +197,16 @@ class Stream:
         return mixing.Turns(starts, self.mixture.shares)
 
     @functools.cached_property
-    def _excluded(self) -> dict[Name, list[tuple[int, int]]]:
-        excluded: dict[Name, list[tuple[int, int]]] = {name: [] for name in self.names}
-        for exclusion in self.exclusions:
-            start, stop, *named = exclusion
-            name = str(named[0]) if named else None
-            if name not in excluded:
-                there = ", ".join(map(str, excluded)) if self.mixture else "one, without a name"
-                raise WrongInput(
-                    f"an exclusion is of {told(exclusion)}, which is of none of the run's corpora; "
-                    f"there are: {there}"
-                )
-            excluded[name].append((start, stop))
-        return excluded
+    def excluded(self) -> dict[Name, list[tuple[int, int]]]:
+        """The intervals of each corpus."""
+        return {
+            name: [(e[0], e[1]) for e in self.exclusions if _corpus_of(e) == name]
+            for name in self.names
+        }
+
+
+def _corpus_of(exclusion: Exclusion) -> Name:
+    return exclusion[2] if len(exclusion) == 3 else None
 
 
 def checked(step: int) -> int:

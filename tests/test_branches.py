@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runs import StopAfter
 
-from palm_jax import config, data, stream
+from palm_jax import config, data
 from palm_jax import train as training
 from palm_jax.corpus.reader import Corpus
 from palm_jax.errors import WrongInput
@@ -136,11 +136,7 @@ def test_excluded_steps_are_never_read_and_nothing_else_is_lost(run, small):
     segment = segments.read(made.segment(0))
     assert segment.exclusions == ((56, 88),)
     (first, last), *_ = segment.exclusions
-    read = [
-        position
-        for s in range(6)
-        for position in stream.window(s + 4, settings.data.ramp, segment.exclusions).positions()
-    ]
+    read = [position for s in range(6) for _, position in segment.stream_of(settings).places(s + 4)]
     assert not set(read) & set(range(first, last))
 
 

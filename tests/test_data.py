@@ -22,6 +22,7 @@ from palm_jax import data, stream
 from palm_jax.config import Ramp
 from palm_jax.corpus.reader import Corpus
 from palm_jax.errors import WrongInput
+from palm_jax.stream import Stream
 
 TWOS = Ramp(sizes=(2,))
 RAMP = Ramp(starts=(0, 3, 5), sizes=(2, 4, 8))
@@ -30,6 +31,14 @@ RAMP = Ramp(starts=(0, 3, 5), sizes=(2, 4, 8))
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
     return with_sequences(tmp_path_factory.mktemp("ten"), 10, shard_bytes=60)  # 4 shards
+
+
+def positions(step, ramp, exclusions=()) -> list[int]:
+    return [position for _, position in Stream(ramp, None, exclusions).places(step)]
+
+
+def first_position(step, ramp, exclusions=()) -> int:
+    return Stream(ramp, None, exclusions).first_position(step)
 
 
 def ids_of(batches) -> list[list[int]]:
@@ -105,7 +114,7 @@ def test_the_order_is_pinned():
 def test_the_ramp_of_2_2_2_4_4_8_starts_where_it_should():
     assert [stream.batch_size(RAMP, step) for step in range(7)] == [2, 2, 2, 4, 4, 8, 8]
     assert [stream.sequences_before(RAMP, step) for step in range(7)] == [0, 2, 4, 6, 10, 14, 22]
-    assert stream.window(4, RAMP) == stream.Window(4, 10, 4, (range(10, 14),))
+    assert positions(4, RAMP) == [10, 11, 12, 13]
 
 
 def test_palms_own_ramp_sees_its_published_number_of_tokens():
@@ -128,16 +137,16 @@ def test_ramp_arithmetic_equals_adding_up_steps(stages, step):
 def test_positions_beyond_the_counters_of_32_bits_and_floats_are_exact():
     for far in (2**24, 2**31, 2**40):
         assert stream.sequences_before(Ramp(sizes=(1,)), far + 1) == far + 1
-        after = stream.window(far // 4096, Ramp(sizes=(4096,)))
-        assert after.first_position == far
+        assert first_position(far // 4096, Ramp(sizes=(4096,))) == far
         assert stream.absolute_position(far - 1, [(0, 2)]) == far + 1
         epoch, index = divmod(far + 1, 1000)
         in_order = data.sequence_ids(5, range(epoch * 1000, epoch * 1000 + 1000), 1000)
         assert data.sequence_ids(5, [far + 1], 1000)[0] == in_order[index]
     # NumPy integers must not bring their overflow along.
     assert stream.sequences_before(Ramp(sizes=(4096,)), np.int32(2**20)) == 2**32
-    window = stream.window(np.int32(2**20), Ramp(sizes=(4096,)), [(np.int32(5), np.int32(6))])
-    assert window.ranges == (range(2**32 + 1, 2**32 + 4097),)
+    excluded = [(np.int32(5), np.int32(6))]
+    found = positions(np.int32(2**20), Ramp(sizes=(4096,)), excluded)
+    assert found == list(range(2**32 + 1, 2**32 + 4097))
 
 
 def test_a_step_before_the_first_is_an_error():
@@ -145,7 +154,7 @@ def test_a_step_before_the_first_is_an_error():
         with pytest.raises(ValueError, match="step=-1"):
             use(RAMP, -1)
     with pytest.raises(ValueError, match="step=-1"):
-        stream.window(-1, RAMP)
+        positions(-1, RAMP)
     with pytest.raises(ValueError, match="index=-1"):
         stream.absolute_position(-1)
 
@@ -159,19 +168,16 @@ intervals = st.lists(
 
 
 @given(intervals)
-def test_windows_are_the_stream_without_what_is_excluded(exclusions):
+def test_batches_are_the_stream_without_what_is_excluded(exclusions):
     excluded = {p for start, stop in exclusions for p in range(start, stop)}
     allowed = [p for p in range(400) if p not in excluded]
     for step in range(9):
         first = stream.sequences_before(RAMP, step)
         size = stream.batch_size(RAMP, step)
-        window = stream.window(step, RAMP, exclusions)
-        assert window.positions() == allowed[first : first + size]
-        assert (
-            window.first_position == allowed[first] == stream.absolute_position(first, exclusions)
-        )
-        assert window.size == size == sum(map(len, window.ranges))
-        assert all(window.ranges), "no empty range"
+        assert positions(step, RAMP, exclusions) == allowed[first : first + size]
+        assert first_position(step, RAMP, exclusions) == allowed[first]
+        assert stream.absolute_position(first, exclusions) == allowed[first]
+        assert all(stream.stretch(first, size, exclusions)), "no empty range"
 
 
 @given(intervals, st.randoms(use_true_random=False))
@@ -185,15 +191,15 @@ def test_the_order_overlap_and_division_of_exclusions_do_not_matter(exclusions, 
 @given(intervals, st.integers(0, 60), st.integers(1, 15))
 def test_a_later_exclusion_leaves_everything_before_it_alone(exclusions, start, length):
     for step in range(9):
-        window = stream.window(step, RAMP, exclusions)
-        if window.ranges[-1].stop <= start:
-            assert stream.window(step, RAMP, [*exclusions, (start, start + length)]) == window
+        before = positions(step, RAMP, exclusions)
+        if before[-1] < start:
+            assert positions(step, RAMP, [*exclusions, (start, start + length)]) == before
 
 
 def test_skipping_batches_4_and_5_during_the_ramp(corpus):
     # Of the unskipped stream, steps 4 and 5 are positions 10:22.
     excluded = ((10, 22),)
-    firsts = [stream.window(step, RAMP, excluded).first_position for step in range(8)]
+    firsts = [first_position(step, RAMP, excluded) for step in range(8)]
     assert firsts == [0, 2, 4, 6, 22, 26, 34, 42]
     source = data.BatchSource(corpus, 0, RAMP, 8, excluded)
     straight = read(source, 0, 8)
@@ -203,15 +209,15 @@ def test_skipping_batches_4_and_5_during_the_ramp(corpus):
         shown = data.batch(corpus, 0, step, RAMP, excluded)
         assert shown.digest == batch.digest
         assert (shown.tokens == batch.tokens).all()
-        positions = stream.window(step, RAMP, excluded).positions()
-        assert not set(positions) & set(range(10, 22))
-        assert batch.sequence_ids.tolist() == data.sequence_ids(0, positions, 10).tolist()
+        drawn = positions(step, RAMP, excluded)
+        assert not set(drawn) & set(range(10, 22))
+        assert batch.sequence_ids.tolist() == data.sequence_ids(0, drawn, 10).tolist()
 
 
 @pytest.mark.parametrize("interval", [(5, 5), (6, 5), (-1, 3), (-5, -2)])
 def test_an_empty_or_negative_exclusion_is_refused_by_name(interval):
     with pytest.raises(WrongInput, match=f"exclusion {interval[0]}:{interval[1]} is empty or neg"):
-        stream.window(0, RAMP, [interval])
+        positions(0, RAMP, [interval])
 
 
 # Hosts and threads

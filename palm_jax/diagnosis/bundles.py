@@ -58,7 +58,7 @@ def _create(case: Diagnosis, out: str) -> pathlib.Path:
                 if (saved / str(step)).is_dir():
                     _copy(saved / str(step), bundle.checkpoints(segment.segment) / str(step))
         _copy(case.case.path, bundle.path / FOLDER / case.case.path.name)
-        held_out = set(range(int(case.lab.probe.counted.sum())))
+        held_out = set(case.lab.probe.ids)
         bundles.write_rows(bundle, course.corpus, {"train": rows, "held_out": held_out})
     return pathlib.Path(out).absolute()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -31,10 +32,12 @@ Tell = Callable[[str, int, int], None]  # (arm, steps done, of)
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """The held-out sequences whose loss is taken after each step: the first of the split."""
+    """The held-out sequences whose loss is taken after each step: the first of the split, of
+    several corpora the first of each in turn."""
 
     tokens: np.ndarray  # i32[P, L+1]
     counted: np.ndarray  # bool[P]; false for rows that only pad
+    ids: list[int]  # of those that count
 
     @classmethod
     def read(cls, corpus: data.Rows, settings: config.Config) -> Probe:
@@ -45,16 +48,18 @@ class Probe:
         numerics, ramp = settings.numerics, settings.data.ramp
         unit = numerics.lanes * numerics.microbatch
         num = -(-max(PROBE_LEAST, max(ramp.sizes) // PROBE_SHARE) // unit) * unit
-        there = corpus.num_sequences("held_out")
-        if there == 0:
+        ranges = data.id_ranges(corpus, "held_out", settings.data.mixture)
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*ranges.values()))
+        ids = list(itertools.islice((i for i in in_turn if i is not None), num))
+        if not ids:
             raise WrongInput(
                 f"{corpus.folder} holds out no sequences, on which arms could be compared; "
                 "prepare it with --held-out"
             )
-        counted = np.arange(num) < there
+        counted = np.arange(num) < len(ids)
         tokens = np.zeros((num, settings.model.sequence_length + 1), np.int32)
-        tokens[counted] = corpus.read("held_out", np.arange(num)[counted])
-        return cls(tokens, counted)
+        tokens[counted] = corpus.read("held_out", ids)
+        return cls(tokens, counted, ids)
 
     def asked(self, program: Program) -> Callable[[TrainState], jax.Array | tuple[Any, Any]]:
         """state -> what `loss_of` makes a number of; does not wait for the devices."""

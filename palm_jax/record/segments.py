@@ -108,8 +108,15 @@ class Segment(_Strict):
         return self
 
     def stream_of(self, base: config.Config) -> stream.Stream:
-        """Where the steps of a segment of a run of `base` find their data."""
-        return stream.Stream.of(base.data, self.exclusions)
+        """Where the steps of this segment, of a run of `base`, find their data.
+
+        Raises:
+          WrongInput: an exclusion is of no corpus of that run.
+        """
+        try:
+            return stream.Stream.of(base.data, self.exclusions)
+        except WrongInput as error:
+            raise WrongInput(f"segment {self.segment}: {error}") from None
 
     def data_step(self, step: int) -> int:
         """The step whose data `step` trains on."""

@@ -303,11 +303,12 @@ def recurrences(
       excluded_positions, sequence_ids, and epochs (0-based, of the planned run) in which those
       sequences are read again, the first 1000; of several corpora, each one's by its name.
     """
-    end = segment.stream_of(settings).next_positions(segment.data_step(settings.steps))
+    fed = segment.stream_of(settings)
+    end = fed.next_positions(segment.data_step(settings.steps))
     ids: set[int] = set()
     epochs: dict[stream.Name, list[int]] = {}
     for name, own in id_ranges.items():
-        excluded = [(a, b) for a, b, *corpus in segment.exclusions if corpus == [name] * bool(name)]
+        excluded = fed.excluded[name]
         if any(stop - start >= 2 * len(own) for start, stop in excluded):  # a whole epoch within
             ids.update(own)
         else:

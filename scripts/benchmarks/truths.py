@@ -125,7 +125,7 @@ def _ids(settings: config.Config, steps: range) -> list[int]:
     from palm_jax.corpus.reader import Corpus
 
     ramp = settings.data.ramp
-    positions = [p for step in steps for p in stream.window(step, ramp).positions()]
+    positions = [p for step in steps for _, p in stream.Stream(ramp).places(step)]
     with Corpus.open(settings.data.corpus) as corpus:
         num_sequences = corpus.num_sequences("train")
     return data.sequence_ids(settings.seed, positions, num_sequences).tolist()

@@ -12,8 +12,10 @@ import pytest
 from palm_jax import data, stream
 from palm_jax.diagnosis import arms
 from palm_jax.diagnosis.arms import Treatment
+from palm_jax.diagnosis.experiment import Probe
 from palm_jax.diagnosis.feeds import ArmSource
 from palm_jax.record.segments import Segment
+from palm_jax.stream import Stream
 
 NUM_SEQUENCES = 900
 EXCLUDED = ((40, 56),)  # by the run itself, before
@@ -148,8 +150,7 @@ def test_all_new_data_hold_no_suspect_past_half_the_distance(small):
 def test_an_exclusion_moves_up_what_follows(small):
     source = source_of(small, "D exclude 0")
     ramp = source.base.data.ramp
-    window = tuple(stream.window(step, ramp, EXCLUDED).first_position for step in (24, 34))
-    excluded = stream.normalized([*EXCLUDED, window])
+    excluded = stream.normalized([*EXCLUDED, *Stream(ramp, None, EXCLUDED).intervals(24, 34)])
     wanted = {
         step: data.batch(Numbers(), 0, step, ramp, excluded).sequence_ids.tolist()
         for step in range(24, 40)
@@ -237,11 +238,21 @@ def test_other_data_are_of_the_corpus_that_they_stand_for(small):
     assert all(n == (2 if step < 27 else 4) for step, n in code.items() if step < 29)
 
 
+def test_the_probe_of_a_mixture_has_held_out_sequences_of_each_corpus(small):
+    source = mixed_source_of(small, "A1")
+    source.corpus.read = lambda split, ids: np.zeros((len(ids), 9), np.int32)
+    for described, size in zip(source.corpus.manifest.corpora.values(), (100, 3), strict=True):
+        described.splits["held_out"] = types.SimpleNamespace(sequences=size)
+    probe = Probe.read(source.corpus, source.base)
+    assert probe.ids == [0, 100, 1, 101, 2, 102, *range(3, 29)]
+    assert probe.counted.all()
+
+
 def test_an_exclusion_in_a_mixture_moves_up_what_follows_in_each_corpus(small):
     source = mixed_source_of(small, "D exclude 0")
     fed_to_run = source.segment.stream_of(source.base)
     left_out = stream.normalized([*source.segment.exclusions, *fed_to_run.intervals(24, 34)])
-    after = stream.Stream.of(source.base.data, left_out)
+    after = Stream.of(source.base.data, left_out)
     ids = data.id_ranges(source.corpus, mixture=source.base.data.mixture)
     wanted = {s: data.ids_at(0, after.places(s), ids).tolist() for s in range(24, 40)}
     assert fed(source) == wanted

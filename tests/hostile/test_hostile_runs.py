@@ -241,6 +241,13 @@ def test_an_exclusion_of_more_than_there_is_is_told_without_listing_it(copied):
     assert len(told["epochs"]) == 1000
 
 
+def test_an_exclusion_of_another_corpus_is_refused_with_its_segment(copied):
+    there = described(copied, 1, exclusions=[[160, 170, "books"]])
+    segment = segments.read(there.segment(1))
+    with pytest.raises(WrongInput, match=r"segment 1: .*positions 160:170 of books.*one, without"):
+        branches.positions_of(there.config(), segment, 3, 4)
+
+
 def test_digits_of_other_scripts_number_no_segment(copied):
     (copied / "segments" / "²").mkdir()
     (copied / "segments" / ("9" * 200)).mkdir()
