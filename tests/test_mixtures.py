@@ -18,6 +18,8 @@ from palm_jax import train as training
 from palm_jax.cli import terms
 from palm_jax.corpus import planted, prepare
 from palm_jax.corpus.corpora import Corpora, open_corpus
+from palm_jax.diagnosis import bundles as diagnosis_bundles
+from palm_jax.diagnosis import diagnose as diagnosing
 from palm_jax.errors import WrongInput
 from palm_jax.record import logbook, segments
 from palm_jax.record.folder import RunFolder
@@ -276,3 +278,32 @@ def test_a_rollback_leaves_garbage_of_one_corpus_out(mixed, folders, tmp_path):
     exclusions = segments.read(run.segment(1)).exclusions
     assert {name for _, _, name in exclusions} == {"words", "digits"}
     assert replayed(run, 35, 64, segment=1).identical
+
+
+@pytest.mark.slow
+def test_a_spike_of_a_mixture_can_be_diagnosed_and_so_can_its_bundle(mixed, tmp_path):
+    settings = mixed(steps=30, **{"checkpoint.every": 5, "checkpoint.keep_last": 9})
+    training.train(settings, tmp_path / "run")
+    located = diagnosing.locate(RunFolder(tmp_path / "run"), settings.spikes, 22, None)
+
+    def case_of(path):
+        run, corpus = RunFolder(path), bundles.open_rows(RunFolder(path), settings)
+        plan = diagnosing.make_plan(run, settings, corpus, located, before=4, after=5)
+        return diagnosing.Diagnosis(run, settings, corpus, located, plan)
+
+    case = case_of(tmp_path / "run")
+    assert case.execute(case.plan.arm("H"))
+    diagnosis_bundles.create(case, str(tmp_path / "bundle"))
+    carried = case_of(tmp_path / "bundle")
+    without = next(arm.name for arm in case.plan.arms if arm.feed == "excluded")
+    for name in ("A1", "A2", "C0", without):
+        for one in (case, carried):
+            assert one.execute(one.plan.arm(name))
+    results = case.case.results(case.plan)
+    elsewhere = carried.case.results(carried.plan)
+    for name in ("A1", "C0", without):
+        assert results[name]["probe"] == elsewhere[name]["probe"]
+    assert case.findings().replays.first_difference is None
+    case.examine_data()
+    suspects = case.case.forensics()["suspects"]
+    assert all(s["sources"][0].startswith(("words: ", "digits: ")) for s in suspects)

@@ -31,6 +31,12 @@ SETTINGS = {
     "precision": {"policy": "float16", "loss_scale": 1024},
     "log": {"profile": "1:3"},
 }
+MIXTURE = {
+    "corpora": {"books": "corpora/books", "code": "corpora/code"},
+    "starts": [0, 10],
+    "weights": [{"books": 0.75, "code": 0.25}, {"books": 0, "code": 1}],
+}
+MIXED = SETTINGS | {"data": {"mixture": MIXTURE, "ramp": {"sizes": [8]}}}
 TEXT = yaml.safe_dump(SETTINGS)
 LEAVES = sorted(config._keys(config.Config))
 
@@ -59,7 +65,9 @@ def written(path: pathlib.Path, content: bytes) -> pathlib.Path:
 
 
 # JSON is YAML.
-CHANGED = mutations.value_changes(SETTINGS).map(lambda changed: json.dumps(changed).encode())
+CHANGED = st.one_of(map(mutations.value_changes, (SETTINGS, MIXED))).map(
+    lambda changed: json.dumps(changed).encode()
+)
 
 
 @mutations.QUICK
