@@ -387,6 +387,8 @@ def _record_evaluation(
     if summaries is not None:
         for name in ("loss", "perplexity", "bits_per_byte"):
             summaries.add_scalar(f"{evaluation.split}/{name}", fields[name], step)
+        for corpus, bits in (evaluation.corpora or {}).items():
+            summaries.add_scalar(f"{evaluation.split}/bits_per_byte/{corpus}", bits, step)
 
 
 def _verify(

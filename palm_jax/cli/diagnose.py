@@ -29,7 +29,10 @@ def diagnose(
     run: Run,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="mesh.* of another mesh, or data.corpus."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="mesh.* of another mesh; data.corpus, or data.mixture.corpora.NAME, elsewhere.",
+        ),
     ] = None,
     at: Annotated[
         int | None, typer.Option(min=0, help="A step of the spike; default: the newest incident.")

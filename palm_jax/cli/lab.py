@@ -31,7 +31,10 @@ def underflow(
     run: Run,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="mesh.* of another mesh, or data.corpus."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="mesh.* of another mesh; data.corpus, or data.mixture.corpora.NAME, elsewhere.",
+        ),
     ] = None,
     step: Annotated[
         int | None, typer.Option(min=0, help="Before which step; the default: newest checkpoint.")

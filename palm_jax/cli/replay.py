@@ -31,7 +31,10 @@ def replay(
     steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A up to, not with, B.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="mesh.* of another mesh, or data.corpus."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="mesh.* of another mesh; data.corpus, or data.mixture.corpora.NAME, elsewhere.",
+        ),
     ] = None,
     segment: Annotated[
         int | None, typer.Option(help="Which history; the default is the last.", min=0)

@@ -250,7 +250,7 @@ class Diagnosis:
             raise WrongInput(
                 f"{run.path} was trained on the corpus {run.manifest().digest[:16]}, but "
                 f"{corpus.folder} is {corpus.manifest.digest[:16]}; name the run's own with "
-                "data.corpus=..."
+                f"{' or '.join(config.PLACES_OF_DATA)}"
             )
         self.run, self.located, self.settings = run, located, settings
         self.case = CaseFile.of(run, plan.segment, plan.onset)

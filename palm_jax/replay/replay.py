@@ -142,7 +142,7 @@ def replay(
         raise WrongInput(
             f"{run.path} was trained on the corpus {run.manifest().digest[:16]}, but "
             f"{corpus.folder} is {corpus.manifest.digest[:16]}; name the run's own with "
-            "data.corpus=..."
+            f"{' or '.join(config.PLACES_OF_DATA)}"
         )
     settings = run.config()
     if mesh is not None:
