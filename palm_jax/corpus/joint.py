@@ -144,9 +144,9 @@ def read(folder: pathlib.Path) -> Contents:
       WrongInput: it is missing or no manifest.
     """
     path = folder / manifest.FILE_NAME
+    if not _is_joint(path):
+        return manifest.read(folder)
     try:
-        if not _is_joint(path):
-            return manifest.read(folder)
         return files.described(path, JointManifest)
     except (OSError, ValueError) as error:
         raise WrongInput(f"{path} is not a manifest of this version, {error}") from None
