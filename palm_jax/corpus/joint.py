@@ -21,8 +21,8 @@ from palm_jax.corpus import manifest
 from palm_jax.corpus.manifest import Manifest, Sha256
 from palm_jax.errors import WrongInput
 
-# What rows of one batch must have in common, besides all that names the tokenizer.
-_SHARED = ("vocabulary_size", "end_of_document", "dtype", "sequence_length")
+# What rows of one batch must have in common.
+_SHARED = ("tokenizer", "vocabulary_size", "end_of_document", "dtype", "sequence_length")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class JointManifest(pydantic.BaseModel):
         }
 
     @property
-    def tokenizer(self) -> str:
+    def tokenizer(self) -> manifest.Tokenizer:
         return self._first.tokenizer
 
     @property
@@ -93,10 +93,11 @@ class JointManifest(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _rows_are_alike(self) -> JointManifest:
         (name, first), *others = self.corpora.items()
-        tokenizer = [entry for entry in Manifest.model_fields if entry.startswith("tokenizer")]
         for other, contents in others:
-            for entry in (*tokenizer, *_SHARED):
+            for entry in _SHARED:
                 one, two = getattr(first, entry), getattr(contents, entry)
+                if entry == "tokenizer":
+                    one, two = one.identity, two.identity
                 if one != two:
                     raise ValueError(
                         f"{name} has {entry}={one}, and {other} has {entry}={two}; prepare them "

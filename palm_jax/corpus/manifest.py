@@ -85,6 +85,11 @@ class Tokenizer(Strict):
         return self
 
     @property
+    def identity(self) -> str:
+        """Equal where ids mean the same, whoever trained it."""
+        return self.kind if self.model is None else f"{self.kind} {self.model.sha256}"
+
+    @property
     def dtype(self) -> str:
         """The smallest type that holds every id."""
         return next(
@@ -187,7 +192,7 @@ def corpus_digest(tokenizer: Tokenizer, sequence_length: int, splits: dict[str, 
     """
     text = json.dumps(
         {
-            "tokenizer": tokenizer.kind if tokenizer.model is None else tokenizer.model.sha256,
+            "tokenizer": tokenizer.identity,
             "vocabulary_size": tokenizer.vocabulary_size,
             "sequence_length": sequence_length,
             "splits": {
