@@ -148,4 +148,5 @@ def _named(name: str) -> collections.abc.Iterator[None]:
     try:
         yield
     except WrongInput as error:
-        raise WrongInput(f"data.mixture.corpora.{name}: {error}") from error
+        told = str(error).removeprefix("data.corpus=")
+        raise WrongInput(f"data.mixture.corpora.{name}: {told}") from error

@@ -255,7 +255,10 @@ def _places(
 
 
 class _Tokenised(NamedTuple):
-    place: _Place  # without the text
+    unit: int
+    number: int
+    name: str
+    read: int  # as in `_Place`
     num_bytes: int
     digest: bytes
     is_utf8: bool
@@ -270,9 +273,18 @@ def _tokenise(group: list[_Place], tokenizer: tokenizers.Tokenizer) -> list[_Tok
             tokens = tokenizer.encode(content)
         except ValueError as error:
             raise WrongInput(f"document {place.document.name}: {error}") from None
-        without = place._replace(document=dataclasses.replace(place.document, content=b""))
-        digest = content_digest(content)
-        found.append(_Tokenised(without, len(content), digest, _is_utf8(content), tokens))
+        found.append(
+            _Tokenised(
+                place.unit,
+                place.number,
+                place.document.name,
+                place.read,
+                len(content),
+                content_digest(content),
+                _is_utf8(content),
+                tokens,
+            )
+        )
     return found
 
 
@@ -366,7 +378,7 @@ def _add_all(
                 counts.add(split, done)
             else:
                 counts.empty += 1
-        last = group[-1].place
+        last = group[-1]
         if writer.is_full:
             now = {"unit": last.unit, "document": last.number + 1}
             so_far = writer.journal.model_copy(update={**now, **counts.entries()})
@@ -380,12 +392,12 @@ def _add_all(
 def _record(done: _Tokenised, seed: int) -> spool.Record:
     return spool.Record(
         key=spool.key_of(done.digest, seed),
-        unit=done.place.unit,
-        number=done.place.number,
+        unit=done.unit,
+        number=done.number,
         digest=done.digest,
         num_bytes=done.num_bytes,
         num_tokens=done.tokens.size,
-        name=done.place.document.name,
+        name=done.name,
         tokens=done.tokens.data,
     )
 

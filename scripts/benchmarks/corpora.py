@@ -1,14 +1,17 @@
 """How fast a corpus is made and read, beside the libraries that do the work.
 
 Writes documents as compressed JSON lines, trains a vocabulary, and then, in turns: encodes all of
-them by SentencePiece alone, from memory, with two threads; and prepares the corpus with two
-workers, from the file to the finished folder. Then reads random batches from it, and by a bare
-ArrayRecord reader that only fetches the same records.
+them by SentencePiece alone, from memory, with two threads; does the same from the file, and writes
+the ids, as a plain loop; and prepares the corpus with two workers, from the file to the finished
+folder. Then reads random batches from it, and by a bare ArrayRecord reader that only fetches the
+same records.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import pathlib
 import statistics
@@ -48,6 +51,15 @@ def write(path: pathlib.Path, texts: list[str]) -> None:
     path.write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
 
 
+def plain_loop(path: pathlib.Path, model: bytes, out: pathlib.Path) -> None:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    with pyarrow.input_stream(str(path), compression="zstd") as stream, out.open("wb") as file:
+        lines = iter(io.BufferedReader(stream, 2**20))
+        while texts := [json.loads(line)["text"] for line in itertools.islice(lines, 256)]:
+            for ids in processor.encode(texts, num_threads=WORKERS):
+                file.write(np.array(ids, np.uint16).tobytes())
+
+
 class Stages:
     """When each stage of a preparation began and was last heard of."""
 
@@ -76,13 +88,16 @@ def main() -> None:
             f"training {given.vocabulary} ids on {training.sample_bytes / 1e6:.1f} MB, one thread: "
             f"{time.perf_counter() - began:.0f} s"
         )
-        alone, reading, whole = [], [], []
+        alone, plain, reading, whole = [], [], [], []
         for turn in range(ROUNDS):
             processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             began = time.perf_counter()
             ids = processor.encode(texts, num_threads=WORKERS)
             alone.append(time.perf_counter() - began)
             del ids
+            began = time.perf_counter()
+            plain_loop(folder / "texts.jsonl.zst", model, folder / "ids")
+            plain.append(time.perf_counter() - began)
             stages = Stages()
             began = time.perf_counter()
             prepare(
@@ -99,14 +114,17 @@ def main() -> None:
         print(
             f"{megabytes:.0f} MB of {len(texts):,} documents, {WORKERS} workers; best of {ROUNDS}"
         )
-        print("| | MB/s | of SentencePiece alone |")
-        print("|--|--|--|")
+        print("| | MB/s of text | of SentencePiece alone | of the plain loop |")
+        print("|--|--|--|--|")
         for what, seconds in (
             ("SentencePiece alone, from memory", alone),
+            ("a plain loop: decompress, parse, SentencePiece, write", plain),
             ("`data prepare`: decompress, parse, tokenise, check, spool", reading),
             ("`data prepare` in all: sort, join, cut and write besides", whole),
         ):
-            print(f"| {what} | {megabytes / min(seconds):.1f} | {min(alone) / min(seconds):.2f} |")
+            best = min(seconds)
+            ratios = f"{min(alone) / best:.2f} | {min(plain) / best:.2f}"
+            print(f"| {what} | {megabytes / best:.1f} | {ratios} |")
         ratios = measure_reading(folder / "corpus0")
         print(
             f"reading batches of {BATCH} at random: {statistics.median(ratios):.2f} of the rate of "
