@@ -43,6 +43,8 @@ MAY_CHANGE_IF_CANONICAL = ("mesh.data", "mesh.fsdp", "mesh.emulated_devices")
 
 # Where corpora lie.
 PLACES_OF_DATA = ("data.corpus", "data.mixture.corpora")
+# Sections of several kinds, and the setting that says which.
+TAGS = {"optimizer": "name", "schedule": "kind"}
 
 MOST_STEPS = 2**31 - 1
 # Of all stages of a mixture together: they are made when a run starts, and held.
@@ -53,11 +55,17 @@ PositiveInt = Annotated[int, pydantic.Field(gt=0, lt=_END)]
 NaturalInt = Annotated[int, pydantic.Field(ge=0, lt=_END)]
 # A batch is a list of its sequences' numbers before it is read.
 BatchSize = Annotated[int, pydantic.Field(gt=0, le=2**20)]
+MOST_INCREMENTS = 1000  # of a linear ramp
 PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
+NotNegative = Annotated[float, pydantic.Field(ge=0)]
 # What timers take.
 Seconds = Annotated[float, pydantic.Field(gt=0, le=1e7)]
 WholeSeconds = Annotated[int, pydantic.Field(gt=0, le=10**7)]
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+# Parameters that weight decay leaves alone. The paper mentions none.
+Undecayed = tuple[Literal["norms", "embeddings", "biases"], ...]
+# Sequences: the rate of a batch of B is multiplied by sqrt(B / reference). Null: by nothing.
+BatchSizeReference = BatchSize | None
 
 
 def _power_of_two(value: float) -> float:
@@ -127,7 +135,7 @@ class Model(Section):
     tied_embedding: bool = True
     qk_norm: bool = False
     isolate_documents: bool = False  # PaLM mentions no masking between packed documents
-    z_loss: Annotated[float, pydantic.Field(ge=0)] = 1e-4  # weight of (log Z)^2
+    z_loss: NotNegative = 1e-4  # weight of (log Z)^2
     attention: Literal["xla", "splash"] = "xla"  # splash: a kernel for TPUs
     remat: Literal["none", "full", "dots", "attention"] = "none"
 
@@ -156,6 +164,28 @@ class Ramp(Section):
 
     starts: tuple[NaturalInt, ...] = (0,)
     sizes: tuple[BatchSize, ...]  # sequences per step
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _stages_of_a_linear_one(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if not set(given) & set(LinearRamp.model_fields):
+            # Strict validation takes JSON's lists for tuples, but not behind a function.
+            return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        # Null, so that a file can take back the stages of its base.
+        given = {key: value for key, value in given.items() if value is not None}
+        if stages := sorted(set(given) & set(Ramp.model_fields)):
+            raise ValueError(
+                f"{', '.join(stages)} cannot stand beside the settings of a linear ramp "
+                f"({', '.join(LinearRamp.model_fields)}); leave out one or the other, or set "
+                f"{' and '.join(stages)} to null"
+            )
+        try:
+            return LinearRamp.model_validate(given).stages()
+        except pydantic.ValidationError as error:
+            found = error.errors(include_url=False)
+            raise ValueError("; ".join(_explain(e) for e in found)) from None
 
     @pydantic.model_validator(mode="after")
     def _one_size_per_stage(self) -> Ramp:
@@ -213,6 +243,62 @@ class Mixture(Section):
         return self
 
 
+class LinearRamp(Section):
+    """Batch size from `start` to `end`, `increment` sequences at a time, in equal stretches.
+
+    A stretch is as many sequences, or steps, as the whole ramp's are over the increments; a step
+    has the size of the stretch that its first sequence lies in. Only another way to write the
+    stages of a `Ramp`: that is what a run keeps.
+
+    Source: Megatron's --rampup-batch-size, with which BLOOM was trained.
+    """
+
+    start: BatchSize  # sequences per step
+    end: BatchSize
+    increment: BatchSize
+    samples: PositiveInt | None = None  # sequences in the ramp
+    steps: PositiveInt | None = None  # instead of `samples`
+
+    @pydantic.model_validator(mode="after")
+    def _is_a_staircase(self) -> LinearRamp:
+        if self.end <= self.start or (self.end - self.start) % self.increment:
+            raise ValueError(
+                f"from start={self.start} to end={self.end} there are no whole increments of "
+                f"{self.increment}; change one of them"
+            )
+        if (self.samples is None) == (self.steps is None):
+            raise ValueError("a linear ramp takes samples or steps, and one of them")
+        if self.num_increments > MOST_INCREMENTS:
+            raise ValueError(
+                f"increment={self.increment} makes {self.num_increments:,} stages, and each is a "
+                f"program to compile; make it larger (at most {MOST_INCREMENTS:,})"
+            )
+        return self
+
+    @property
+    def num_increments(self) -> int:
+        return (self.end - self.start) // self.increment
+
+    def stages(self) -> dict[str, tuple[int, ...]]:
+        """`starts` and `sizes` of the same ramp; a stretch that no step begins in has none."""
+        stages: dict[int, int] = {}
+        step = sequences = 0
+        for number in range(self.num_increments):
+            size = self.start + number * self.increment
+            # Steps until (number + 1) / num_increments of the ramp is over, in integers.
+            if self.samples is None:
+                assert self.steps is not None
+                num_steps = -(-(number + 1) * self.steps // self.num_increments) - step
+            else:
+                left = (number + 1) * self.samples - sequences * self.num_increments
+                num_steps = -(-left // (size * self.num_increments))
+            if num_steps > 0:
+                stages[step] = size
+                step, sequences = step + num_steps, sequences + num_steps * size
+        stages[step] = self.end
+        return {"starts": tuple(stages), "sizes": tuple(stages.values())}
+
+
 class Data(Section):
     corpus: Place | None = None  # folder written by `palm-jax data prepare`
     ramp: Ramp
@@ -262,15 +348,67 @@ class Adafactor(Section):
     weight_decay_exponent: PositiveFloat | None = 2.0  # decay = rate^2, not multiplied by rate
     epsilon_square: PositiveFloat = 1e-30  # added to g^2; the paper gives none, T5X this
     epsilon_scale: PositiveFloat = 1e-3  # floor of RMS(parameter); likewise
+    factored: bool = False  # second moments of rows and columns alone (Adafactor, section 3)
+    no_decay: Undecayed = ()
 
 
 class AdamW(Section):
+    """AdamW (Loshchilov and Hutter, 2019)."""
+
     name: Literal["adamw"]
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     epsilon: PositiveFloat = 1e-8
     clip_norm: PositiveFloat | None = 1.0
-    weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.1  # multiplied by the rate
+    weight_decay: NotNegative = 0.1  # multiplied by the rate
+    # Multiply it by rate / peak instead (Wortsman et al., 2023, section 3.2.2).
+    independent_decay: bool = False
+    no_decay: Undecayed = ()
+
+
+class Lion(Section):
+    """Signs of an interpolated momentum (Chen et al., 2023, algorithm 2)."""
+
+    name: Literal["lion"]
+    beta1: Fraction = 0.9  # of what the sign is taken of
+    beta2: Fraction = 0.99  # of the momentum that is kept
+    clip_norm: PositiveFloat | None = 1.0
+    weight_decay: NotNegative = 1e-3  # multiplied by the rate
+    no_decay: Undecayed = ()
+
+
+class Muon(Section):
+    """Orthogonalised momentum of the layers' kernels; AdamW for all else (Jordan et al., 2024)."""
+
+    name: Literal["muon"]
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: Annotated[int, pydantic.Field(gt=0, le=20)] = 5
+    # RMS of a kernel's update over the rate (Liu et al., 2025, section 2.2: 0.2, as AdamW's is).
+    # Null: singular values near sqrt(max(1, outputs / inputs)), as in Jordan's code.
+    consistent_rms: PositiveFloat | None = None
+    # Of all that is no kernel of a layer, by AdamW.
+    adamw_rate: PositiveFloat = 1.0  # multiplies the rate
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: PositiveFloat = 1e-8
+    clip_norm: PositiveFloat | None = 1.0
+    weight_decay: NotNegative = 0.0  # multiplied by the rate
+    no_decay: Undecayed = ()
+
+
+class SGD(Section):
+    """Gradient descent with momentum (Sutskever et al., 2013)."""
+
+    name: Literal["sgd"]
+    momentum: Fraction = 0.9
+    nesterov: bool = False
+    clip_norm: PositiveFloat | None = 1.0
+    weight_decay: NotNegative = 0.0  # multiplied by the rate, and not kept in the momentum
+    no_decay: Undecayed = ()
+
+
+Optimizer = Adafactor | AdamW | Lion | Muon | SGD
 
 
 class PalmSchedule(Section):
@@ -279,6 +417,7 @@ class PalmSchedule(Section):
     kind: Literal["palm"] = "palm"
     peak: PositiveFloat = 0.01
     hold_steps: PositiveInt = 10_000
+    batch_size_reference: BatchSizeReference = None
 
 
 class CosineSchedule(Section):
@@ -286,21 +425,107 @@ class CosineSchedule(Section):
 
     kind: Literal["cosine"]
     peak: PositiveFloat
-    final: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    final: NotNegative = 0.0
     warmup_steps: NaturalInt = 0
     # Not `steps`: lengthening a run must not change the steps already made.
     decay_steps: PositiveInt
+    batch_size_reference: BatchSizeReference = None
 
     @pydantic.model_validator(mode="after")
-    def _decay_follows_warmup(self) -> CosineSchedule:
-        if self.warmup_steps >= self.decay_steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} leaves nothing of "
-                f"decay_steps={self.decay_steps}; make decay_steps larger"
-            )
-        if self.final > self.peak:
-            raise ValueError(f"final={self.final} is above peak={self.peak}")
+    def _is_possible(self) -> CosineSchedule:
+        _check_decay("warmup_steps", self.warmup_steps, self.decay_steps)
+        _check_final(self.final, self.peak)
         return self
+
+
+class LinearSchedule(Section):
+    """Linear warm-up to `peak`, a line to `final` at `decay_steps`, then constant."""
+
+    kind: Literal["linear"]
+    peak: PositiveFloat
+    final: NotNegative = 0.0
+    warmup_steps: NaturalInt = 0
+    decay_steps: PositiveInt
+    batch_size_reference: BatchSizeReference = None
+
+    @pydantic.model_validator(mode="after")
+    def _is_possible(self) -> LinearSchedule:
+        _check_decay("warmup_steps", self.warmup_steps, self.decay_steps)
+        _check_final(self.final, self.peak)
+        return self
+
+
+class WsdSchedule(Section):
+    """Warm-up, stable, decay: `peak` until update `hold_steps`, `final` from `decay_steps` on.
+
+    Both null: stable for ever, until a branch or an intervention sets them.
+    """
+
+    kind: Literal["wsd"]
+    peak: PositiveFloat
+    final: NotNegative = 0.0
+    warmup_steps: NaturalInt = 0
+    hold_steps: PositiveInt | None = None
+    decay_steps: PositiveInt | None = None
+    decay: Literal["linear", "1-sqrt", "cosine"] = "1-sqrt"
+    batch_size_reference: BatchSizeReference = None
+
+    @pydantic.model_validator(mode="after")
+    def _is_possible(self) -> WsdSchedule:
+        _check_final(self.final, self.peak)
+        if (self.hold_steps is None) != (self.decay_steps is None):
+            raise ValueError(
+                f"hold_steps={self.hold_steps} and decay_steps={self.decay_steps} are the two ends "
+                "of the decay; set both, or neither for a rate that stays"
+            )
+        if self.hold_steps is not None and self.decay_steps is not None:
+            _check_decay("hold_steps", self.hold_steps, self.decay_steps)
+            if self.hold_steps < self.warmup_steps:
+                raise ValueError(
+                    f"hold_steps={self.hold_steps} is before the end of "
+                    f"warmup_steps={self.warmup_steps}; make hold_steps larger"
+                )
+        return self
+
+
+class InverseSquareRootSchedule(Section):
+    """Linear warm-up to `peak`, then peak * sqrt(warmup_steps / k)."""
+
+    kind: Literal["inverse_square_root"]
+    peak: PositiveFloat
+    warmup_steps: PositiveInt
+    batch_size_reference: BatchSizeReference = None
+
+
+class ConstantSchedule(Section):
+    """Linear warm-up to `peak`, which stays."""
+
+    kind: Literal["constant"]
+    peak: PositiveFloat
+    warmup_steps: NaturalInt = 0
+    batch_size_reference: BatchSizeReference = None
+
+
+Schedule = (
+    PalmSchedule
+    | CosineSchedule
+    | LinearSchedule
+    | WsdSchedule
+    | InverseSquareRootSchedule
+    | ConstantSchedule
+)
+
+
+def _check_decay(start: str, first: int, last: int) -> None:
+    if first >= last:
+        raise ValueError(
+            f"{start}={first} leaves nothing of decay_steps={last}; make decay_steps larger"
+        )
+
+
+def _check_final(final: float, peak: float) -> None:
+    if final > peak:
+        raise ValueError(f"final={final} is above peak={peak}")
 
 
 class Precision(Section):
@@ -489,10 +714,8 @@ class Config(Section):
     steps: Annotated[int, pydantic.Field(gt=0, le=MOST_STEPS)]
     model: Model
     data: Data
-    optimizer: Annotated[Adafactor | AdamW, pydantic.Field(discriminator="name")] = Adafactor()
-    schedule: Annotated[PalmSchedule | CosineSchedule, pydantic.Field(discriminator="kind")] = (
-        PalmSchedule()
-    )
+    optimizer: Annotated[Optimizer, pydantic.Field(discriminator="name")] = Adafactor()
+    schedule: Annotated[Schedule, pydantic.Field(discriminator="kind")] = PalmSchedule()
     precision: Precision = Precision()
     numerics: Numerics = Numerics()
     mesh: Mesh = Mesh()
@@ -706,14 +929,41 @@ def load(path: str | pathlib.Path, overrides: collections.abc.Sequence[str] = ()
 def override(config: Config, overrides: collections.abc.Sequence[str]) -> Config:
     """`config` with some settings replaced; errors as in `load`."""
     settings = config.model_dump(mode="json")
+    # The settings of a kind of a section go with it.
+    for section, tag in TAGS.items():
+        kinds = [text.partition("=") for text in overrides if text.startswith(f"{section}.{tag}=")]
+        if kinds and kinds[-1][2] != settings[section][tag]:
+            settings[section] = {}
     for text in overrides:
         _apply_override(settings, text)
     return from_dict(settings, "overrides")
 
 
+def without_other_kinds(settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` without nulls that the kinds of their sections have no place for.
+
+    Such a null is what `differences` gives for a setting that went with its kind.
+    """
+    found = dict(settings)
+    for section, tag in TAGS.items():
+        fields = _settings_of_kind(section, settings[section].get(tag)) or set(settings[section])
+        found[section] = {
+            k: v for k, v in settings[section].items() if v is not None or k in fields
+        }
+    return found
+
+
+def _settings_of_kind(section: str, kind: object) -> set[str] | None:
+    """Names of the settings of a kind of a section; None: there is no such kind."""
+    for model in Config.model_fields[section].annotation.__args__:  # type: ignore[union-attr]
+        if kind in model.model_fields[TAGS[section]].annotation.__args__:
+            return set(model.model_fields)
+    return None
+
+
 def from_dict(settings: dict[str, Any], where: str = "config") -> Config:
     """Build a Config from plain data; errors as in `load`."""
-    for section, tag in (("optimizer", "name"), ("schedule", "kind")):
+    for section, tag in TAGS.items():
         # So that one setting of the default kind can be changed without naming it.
         if isinstance(given := settings.get(section), dict) and tag not in given:
             default = Config.model_fields[section].default
@@ -749,11 +999,10 @@ def _keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
 
 def _explain(error: Any) -> str:
     # A discriminated union puts its tag into the location: optimizer.adamw.beta1.
-    tags = {"adafactor", "adamw", "palm", "cosine"}
     name = ".".join(
         str(part)
         for position, part in enumerate(error["loc"])
-        if not (position == 1 and part in tags)
+        if not (position == 1 and error["loc"][0] in TAGS)
     )
     if error["type"] == "extra_forbidden" and name in _keys(Config):
         kind = error["loc"][1]

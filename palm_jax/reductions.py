@@ -238,6 +238,21 @@ class Canonical:
         by_slice = fold(by_slice.swapaxes(0, 1))
         return tree_sum(jax.lax.all_gather(by_slice, "fsdp", axis=0, tiled=True))
 
+    def rows(self, x: jax.Array, axes: str) -> jax.Array:
+        """Sums of a stacked matrix's slice over all but its axes N and D, [N, D here]."""
+        return self.along_matrices(x, axes).T
+
+    def columns(self, x: jax.Array, dim: int) -> jax.Array:
+        """Sum over D, the axis `dim`, of which this device has a part.
+
+        As `along_width` adds, but a tree on each device and then one over them, which is the same
+        tree: what is left may be large.
+        """
+        slices_here = self.lanes // jax.lax.axis_size("fsdp")
+        along = jnp.moveaxis(x, dim, 0)
+        by_slice = along.reshape(slices_here, -1, *along.shape[1:])
+        return self.over(tree_sum(fold(by_slice, axis=1)), "fsdp")
+
 
 @dataclasses.dataclass(frozen=True)
 class Fast:
@@ -268,6 +283,13 @@ class Fast:
 
     def along_width(self, sums: jax.Array) -> jax.Array:
         return jax.lax.psum(sums[0], "fsdp")
+
+    def rows(self, x: jax.Array, axes: str) -> jax.Array:
+        others = [dim for dim, letter in enumerate(axes) if letter not in "ND"]
+        return jnp.sum(x, axis=others)
+
+    def columns(self, x: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.psum(jnp.sum(x, axis=dim), "fsdp")
 
 
 Order = Canonical | Fast
@@ -483,6 +505,71 @@ class MatrixReductions:
             mean = total * (1.0 / whole)
             means.append(mean.reshape((-1,) + (1,) * (x.ndim - 1)) if stacked else mean[0])
         return jax.tree.unflatten(structure, means)
+
+    def row_and_column_means(self, x: jax.Array, axes: str) -> tuple[jax.Array, jax.Array]:
+        """Of a slice of a matrix with axes D and others, stacked or not.
+
+        Returns:
+          Means over all axes but N and D, [N, D here]; over D, with the others' axes.
+        """
+        stacked = x.ndim > len(axes)
+        letters = "N" + axes
+        x = x if stacked else x[None]
+        rows, columns = self.order.rows(x, letters), self.order.columns(x, letters.index("D"))
+        cut = [axis for axis in mesh_axes(axes.replace("D", "")) if axis is not None]
+        if jax.lax.axis_size("tensor") > 1 and "tensor" in cut:
+            rows = self.order.over(rows, "tensor")
+        num_rows = rows.shape[1] * jax.lax.axis_size("fsdp")
+        num_columns = columns.size // x.shape[0] * int(np.prod([jax.lax.axis_size(a) for a in cut]))
+        rows, columns = rows * (1.0 / num_columns), columns * (1.0 / num_rows)
+        return (rows, columns) if stacked else (rows[0], columns[0])
+
+    def mean_over_rows(self, rows: jax.Array) -> jax.Array:
+        """Mean over D of [N, D here], f32[N, 1]."""
+        whole = rows.shape[1] * jax.lax.axis_size("fsdp")
+        return (self.order.columns(rows, 1) * (1.0 / whole))[:, None]
+
+    def of_whole(
+        self, function: collections.abc.Callable[[jax.Array], jax.Array], tree: Any
+    ) -> Any:
+        """`function` [I, O] -> [I, O] of every layer's kernel, made whole.
+
+        The layers are dealt out to the devices of `fsdp`: each exchanges its slices of all layers
+        for some layers whole (a device's bytes stay what they are, but for a last layer or two),
+        and each matrix is computed by one device, in one shape. So no sum crosses devices, and
+        bits depend on no mesh. Devices along `data` and `tensor` do the same work again.
+        """
+
+        def of_leaf(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
+            axes = logical_axes(path, x.ndim)
+            # A kernel of a layer has D first or last, and so reads as [I, O] as it is.
+            assert axes[0] == "N"
+            assert "D" in (axes[1], axes[-1])
+            cuts = mesh_axes(axes)
+            cut = cuts.index("tensor") - 1 if "tensor" in cuts else None
+            size, along, num_layers = jax.lax.axis_size("fsdp"), axes.index("D"), x.shape[0]
+
+            def of_layer(part: jax.Array) -> jax.Array:
+                whole = part
+                if cut is not None:
+                    whole = jax.lax.all_gather(part, "tensor", axis=cut, tiled=True)
+                num_inputs = whole.shape[0] if axes[1] == "D" else whole.size // whole.shape[-1]
+                result = function(whole.reshape(num_inputs, -1)).reshape(whole.shape)
+                if cut is None:
+                    return result
+                start = jax.lax.axis_index("tensor") * part.shape[cut]
+                return jax.lax.dynamic_slice_in_dim(result, start, part.shape[cut], axis=cut)
+
+            if size == 1:
+                return jax.lax.map(of_layer, x)
+            missing = -num_layers % size
+            x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+            x = jax.lax.all_to_all(x, "fsdp", split_axis=0, concat_axis=along, tiled=True)
+            x = jax.lax.map(of_layer, x)
+            x = jax.lax.all_to_all(x, "fsdp", split_axis=along, concat_axis=0, tiled=True)
+            return x[:num_layers]
+
+        return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
     def norm(self, tree: Any) -> jax.Array:
         """Euclidean norm of all leaves together, f32[]."""

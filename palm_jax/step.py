@@ -269,6 +269,12 @@ def gradients(
     )
 
 
+def num_sequences(tokens: jax.Array) -> int:
+    """Of the whole batch, of which `tokens` [passes, 1, microbatch, L+1] are this device's."""
+    passes, _, microbatch, _ = tokens.shape
+    return passes * jax.lax.axis_size(sharding.DATA_PARALLEL) * microbatch
+
+
 def objective_scale(
     state: TrainState, tokens: jax.Array, precision: config.Precision
 ) -> jax.Array | None:
@@ -279,8 +285,7 @@ def objective_scale(
     """
     if precision.policy != "float16":
         return None
-    passes, _, microbatch, width = tokens.shape
-    num_targets = passes * jax.lax.axis_size(sharding.DATA_PARALLEL) * microbatch * (width - 1)
+    num_targets = num_sequences(tokens) * (tokens.shape[-1] - 1)
     per_target = 2.0 ** -round(math.log2(num_targets))
     scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
     return scale * per_target
@@ -302,7 +307,7 @@ def train_step(
     order = reductions.order_of(settings.numerics)
     zero = 0 if settings.numerics.reduction == "fast" else rounding.unknown_zero(state.step)
     matrices = reductions.MatrixReductions(order, zero)
-    rule = optimizer.build(settings.optimizer, matrices.mean_squares)
+    rule = optimizer.build(settings.optimizer, matrices)
 
     params = precision.wide(state.params)
     scale = objective_scale(state, tokens, settings.precision)
@@ -315,12 +320,20 @@ def train_step(
     gradient_squares = matrices.sums_of_squares(gradient)
     gradient_norm = reductions.norm_of(gradient_squares)
     rate = schedules.rate(settings.schedule)(state.schedule_step) * controls.rate_scale
+    # A step is compiled for each batch size, so that this is a constant.
+    factor = schedules.batch_factor(settings.schedule, num_sequences(tokens))
+    rate = rate if factor is None else rate * factor
+    share = None
+    if optimizer.needs_share(settings.optimizer):
+        share = schedules.share_of_peak(settings.schedule)(state.schedule_step)
+    optimizer_before = precision.wide(state.optimizer)
     updates, optimizer_state = rule.update(
         gradient,
-        precision.wide(state.optimizer),
+        optimizer_before,
         params,
         gradient_norm=gradient_norm,
         rate=rate,
+        share=share,
         zero=zero,
     )
     # Written so that NaN compares as "skip".
@@ -357,7 +370,7 @@ def train_step(
         "rate": rate,
         "rate_scale": controls.rate_scale,
         "skip_above": controls.skip_above,
-        **optimizer.in_force(settings.optimizer, state.optimizer, rate),
+        **optimizer.in_force(settings.optimizer, state.optimizer, rate, share),
         "applied": applied,
         "schedule_step": state.schedule_step,
         "targets": sums.targets,
@@ -373,6 +386,7 @@ def train_step(
             raw_gradient=summed.gradient,
             gradient=gradient,
             gradient_norm=gradient_norm,
+            optimizer_before=optimizer_before,
             optimizer_after=optimizer_state,
             split=_split(order),
             matrices=matrices,
@@ -503,7 +517,8 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
         settings.model.sequence_length,
         settings.model.head_size,
     )
-    whole = optimizer.build(settings.optimizer, mean_squares=_unused)
+    # Its `init` asks nothing of whole matrices.
+    whole = optimizer.build(settings.optimizer, matrices=None)  # type: ignore[arg-type]
 
     def fresh(zero: jax.Array) -> TrainState:
         dtype = precision.stored_dtype(settings.precision)
@@ -591,7 +606,3 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
             compiler_options=options,
         ),
     )
-
-
-def _unused(tree: Any) -> Any:
-    raise AssertionError("an optimizer's init takes no mean squares")

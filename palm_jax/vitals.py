@@ -93,6 +93,7 @@ def of_update(
     settings: config.Config,
     params: model.Params,
     gradient: model.Params,
+    optimizer_before: Any,
     optimizer_after: Any,
     gradient_norm: jax.Array,
     matrices: reductions.MatrixReductions,
@@ -100,11 +101,17 @@ def of_update(
     """Norms and RMS of layers and tables, and what the clip did.
 
     Args:
-      optimizer_after: the optimizer's state that the update left.
+      optimizer_before: the optimizer's state, in float32; `optimizer_after`: that the update left.
     """
     clip = optimizer.clip_factor(settings.optimizer.clip_norm, gradient_norm)
     normalised = optimizer.normalised(
-        settings.optimizer, gradient, optimizer_after, clip, matrices.zero
+        settings.optimizer,
+        gradient,
+        optimizer_before,
+        optimizer_after,
+        clip,
+        matrices,
+        matrices.zero,
     )
     per_element = {name: 1.0 / size for name, size in _elements(params).items()}
     gradients = _by_group(params, squares.gradient)
@@ -216,6 +223,7 @@ def of_step(
     raw_gradient: model.Params,
     gradient: model.Params,
     gradient_norm: jax.Array,
+    optimizer_before: Any,
     optimizer_after: Any,
     split: model.Split,
     matrices: reductions.MatrixReductions,
@@ -229,7 +237,16 @@ def of_step(
     num_microbatches = tokens.shape[0] * jax.lax.axis_size(DATA_PARALLEL)
     return {
         **of_forward(seen, settings.model, per_target, num_microbatches),
-        **of_update(squares, settings, params, gradient, optimizer_after, gradient_norm, matrices),
+        **of_update(
+            squares,
+            settings,
+            params,
+            gradient,
+            optimizer_before,
+            optimizer_after,
+            gradient_norm,
+            matrices,
+        ),
         **of_rare_rows(gradient, tokens, split, matrices),
         **shares(raw_gradient, settings.precision.policy, matrices),
     }

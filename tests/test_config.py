@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palm_jax import config
+from palm_jax import config, data
 from palm_jax.errors import WrongInput
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -160,7 +160,7 @@ def test_missing_setting_is_named_with_both_ways_to_set_it(small):
 def test_setting_of_another_optimizer_is_refused(small):
     said = refusal(small, "optimizer.epsilon=1e-8")
     assert "optimizer.epsilon is a setting of another kind of optimizer than 'adafactor'" in said
-    assert "adafactor" in refusal(small, "optimizer.name=sgd")
+    assert "adafactor" in refusal(small, "optimizer.name=sgdd")
 
 
 @pytest.mark.parametrize(
@@ -392,6 +392,9 @@ OTHER = {
     "optimizer.weight_decay_exponent": "null",
     "optimizer.epsilon_square": "1e-20",
     "optimizer.epsilon_scale": "1e-4",
+    "optimizer.factored": "true",
+    "optimizer.no_decay": "[norms]",
+    "schedule.batch_size_reference": "8",
     "schedule.peak": "0.02",
     "schedule.hold_steps": "9",
     "precision.policy": "bfloat16",
@@ -507,6 +510,124 @@ def test_the_mesh_belongs_to_a_run_whose_sums_follow_it(small, mesh):
 def test_fingerprint_changes_with_the_kind_of_schedule_and_optimizer(small, override):
     before, after = config.load(small), config.load(small, [override])
     assert config.fingerprint(after) != config.fingerprint(before)
+
+
+# --- kinds that change ---
+
+
+def test_another_kind_of_schedule_takes_its_own_settings_and_their_defaults(small):
+    before = config.load(small)
+    after = config.override(before, ["schedule.kind=wsd", "schedule.peak=0.3"])
+    assert after.schedule == config.WsdSchedule(kind="wsd", peak=0.3)
+    back = config.override(after, ["schedule.kind=palm"])
+    assert back.schedule == config.PalmSchedule()
+    same = config.override(after, ["schedule.kind=wsd", "schedule.final=0.1"])
+    assert (same.schedule.peak, same.schedule.final) == (0.3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("{kind: wsd, peak: 1, hold_steps: 3}", "decay_steps=None are the two ends"),
+        ("{kind: wsd, peak: 1, hold_steps: 3, decay_steps: 3}", "leaves nothing of decay_steps=3"),
+        (
+            "{kind: wsd, peak: 1, warmup_steps: 4, hold_steps: 3, decay_steps: 5}",
+            "hold_steps=3 is before the end of warmup_steps=4",
+        ),
+        ("{kind: wsd, peak: 1, final: 2}", "final=2.0 is above peak=1.0"),
+        (
+            "{kind: linear, peak: 1, warmup_steps: 5, decay_steps: 5}",
+            "warmup_steps=5 leaves nothing",
+        ),
+        ("{kind: inverse_square_root, peak: 1}", "schedule.warmup_steps is missing"),
+        ("{kind: constant, peak: 1, final: 1}", "another kind of schedule than 'constant'"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(small, override, said):
+    assert said in refusal(small, f"schedule={override}")
+
+
+# --- a linear ramp ---
+
+
+def bloom(consumed: int, start: int, end: int, increment: int, samples: int) -> int:
+    """Megatron's rule: the batch size once so many sequences were consumed, in integers."""
+    if consumed > samples:
+        return end
+    return start + consumed * ((end - start) // increment) // samples * increment
+
+
+@given(
+    start=st.integers(1, 40),
+    increment=st.integers(1, 40),
+    num=st.integers(1, 30),
+    samples=st.integers(1, 20_000),
+)
+def test_linear_ramp_by_sequences_is_megatrons(start, increment, num, samples):
+    end = start + num * increment
+    ramp = config.Ramp(start=start, end=end, increment=increment, samples=samples)
+    assert ramp.starts[0] == 0
+    consumed = step = 0
+    while consumed <= samples + end:
+        size = data.batch_size(ramp, step)
+        assert size == bloom(consumed, start, end, increment, samples)
+        assert data.sequences_before(ramp, step) == consumed
+        consumed, step = consumed + size, step + 1
+    assert ramp.sizes[-1] == end
+
+
+@given(
+    start=st.integers(1, 40),
+    increment=st.integers(1, 40),
+    num=st.integers(1, 30),
+    steps=st.integers(1, 300),
+)
+def test_linear_ramp_by_steps_rises_in_equal_stretches(start, increment, num, steps):
+    ramp = config.Ramp(start=start, end=start + num * increment, increment=increment, steps=steps)
+    for step in range(steps + 2):
+        assert data.batch_size(ramp, step) == start + min(num, step * num // steps) * increment
+
+
+def test_ramp_of_bloom():
+    ramp = config.Ramp(start=192, end=2048, increment=16, samples=9_765_625)
+    assert len(ramp.sizes) == 117
+    assert ramp.sizes[:3] == (192, 208, 224)
+    assert ramp.sizes[-1] == 2048
+    # A stretch is 9,765,625 / 116 = 84,186.4 sequences: 438.5 batches of 192.
+    assert ramp.starts[:2] == (0, 439)
+
+
+def test_linear_ramp_is_kept_as_the_stages_it_stands_for(small):
+    common = ["numerics.lanes=2"]
+    linear = config.load(small, [*common, "data.ramp={start: 8, end: 12, increment: 2, steps: 10}"])
+    written = config.load(small, [*common, "data.ramp={starts: [0, 5, 10], sizes: [8, 10, 12]}"])
+    assert linear == written
+    assert config.fingerprint(linear) == config.fingerprint(written)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "said"),
+    [
+        ("{start: 16, end: 32, increment: 5, samples: 100}", "no whole increments of 5"),
+        ("{start: 16, end: 16, increment: 8, samples: 100}", "no whole increments of 8"),
+        ("{start: 16, end: 32, increment: 8}", "takes samples or steps"),
+        ("{start: 16, end: 32, increment: 8, samples: 9, steps: 9}", "takes samples or steps"),
+        ("{start: 16, end: 32, increment: 8, steps: true}", "steps=True: input should be a valid"),
+        ("{start: 16, increment: 8, steps: 3}", "end is missing"),
+        ("{start: 1, end: 3000, increment: 1, steps: 3}", "makes 2,999 stages"),
+        ("{start: 16, end: 32, increment: 8, steps: 9, sizes: [8]}", "sizes cannot stand beside"),
+        ("{start: 8, end: 12, increment: 2, steps: 10}", "data.ramp.sizes holds 10"),
+    ],
+)
+def test_linear_ramps_that_cannot_be_are_refused(small, ramp, said):
+    assert said in refusal(small, f"data.ramp={ramp}")
+
+
+def test_null_takes_back_the_stages_of_a_base(small):
+    overrides = ["numerics.lanes=8", "data.ramp.starts=null", "data.ramp.sizes=null"]
+    linear = {"start": 8, "end": 24, "increment": 8, "steps": 10}
+    overrides += [f"data.ramp.{key}={value}" for key, value in linear.items()]
+    assert config.load(small, overrides).data.ramp.sizes == (8, 16, 24)
 
 
 def test_fingerprint_does_not_depend_on_how_the_file_is_written(small):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palm_jax import config, optimizer
+from palm_jax.optimizer import adafactor, parts
 
 ADAFACTOR = config.Adafactor()
 ADAMW = config.AdamW(name="adamw")
@@ -29,6 +30,12 @@ def mean_squares(tree: Any) -> Any:
         return jnp.mean(leaf * leaf, axis=tuple(range(int(stacked), leaf.ndim)), keepdims=True)
 
     return jax.tree_util.tree_map_with_path(of_leaf, tree)
+
+
+class Whole:
+    """What rules ask of matrices, none of which is cut."""
+
+    mean_squares = staticmethod(mean_squares)
 
 
 def norm_of(tree: Any) -> float:
@@ -72,7 +79,7 @@ def random_gradients(params: Any, seed: int = 1, num_steps: int = NUM_STEPS) -> 
 @functools.cache
 def compiled(settings: config.Adafactor | config.AdamW) -> tuple[Any, Any]:
     """The rule's init, and (params, state, gradient, its norm, rate) -> (params, state)."""
-    rule = optimizer.build(settings, mean_squares)
+    rule = optimizer.build(settings, Whole())
 
     def step(params, state, gradient, norm, rate):
         updates, state = rule.update(gradient, state, params, gradient_norm=norm, rate=rate)
@@ -369,7 +376,7 @@ def test_counters_count_updates(rule):
 @pytest.mark.parametrize("rule", [ADAFACTOR, ADAMW], ids=lambda rule: rule.name)
 def test_moments_are_float32_in_the_shapes_of_the_parameters(rule):
     params = random_params()
-    state = optimizer.build(rule, mean_squares).init(params)
+    state = optimizer.build(rule, Whole()).init(params)
     moments = [x for x in jax.tree.leaves(state) if x.size > 1]
     # Two a parameter: nothing is factored.
     expected = sorted(2 * [p.shape for p in jax.tree.leaves(params)])
@@ -435,7 +442,7 @@ def test_clipping_shortens_long_gradients_and_leaves_short_ones_as_they_are(seed
     rng = np.random.default_rng(seed)
     gradient = {name: (rng.normal(size=5) * size).astype(np.float32) for name in "ab"}
     norm = norm_of(gradient)
-    clip = optimizer.clip_by_norm(limit)
+    clip = parts.clip_by_norm(limit)
     clipped, _ = clip.update(gradient, optax.EmptyState(), gradient_norm=np.float32(norm))
     assert norm_of(clipped) <= limit * (1 + 1e-6)
     if norm < limit * (1 - 1e-6):
@@ -448,7 +455,7 @@ def test_clipping_shortens_long_gradients_and_leaves_short_ones_as_they_are(seed
 
 
 def test_a_gradient_of_zero_is_not_divided_by_its_norm():
-    clip = optimizer.clip_by_norm(1.0)
+    clip = parts.clip_by_norm(1.0)
     zero = {"w": jnp.zeros(3)}
     clipped, _ = clip.update(zero, clip.init(zero), gradient_norm=jnp.float32(0))
     assert clipped["w"].tolist() == [0, 0, 0]
@@ -458,11 +465,11 @@ def test_update_clip_and_parameter_scale_use_each_layers_own_rms():
     tree = {
         "layers": {"w": jnp.array([[3.0, 4.0, 0.0, 0.0], [0.3, 0.4, 0.0, 0.0], [30, 40, 0, 0]])}
     }
-    clip = optimizer.clip_by_matrix_rms(1.0, mean_squares)  # their RMS: 2.5, 0.25 and 25
+    clip = adafactor.clip_by_matrix_rms(1.0, Whole())  # their RMS: 2.5, 0.25 and 25
     clipped, _ = clip.update(tree, clip.init(tree), tree)
     expected = [[1.2, 1.6, 0, 0], [0.3, 0.4, 0, 0], [1.2, 1.6, 0, 0]]
     np.testing.assert_allclose(clipped["layers"]["w"], expected, rtol=1e-6)
-    scale = optimizer.scale_by_matrix_rms(1.0, mean_squares)
+    scale = adafactor.scale_by_matrix_rms(1.0, Whole())
     ones = jax.tree.map(jnp.ones_like, tree)
     scaled, _ = scale.update(ones, scale.init(tree), tree)
     np.testing.assert_allclose(scaled["layers"]["w"], [[2.5] * 4, [1] * 4, [25] * 4], rtol=1e-6)
@@ -472,7 +479,7 @@ def test_update_clip_and_parameter_scale_use_each_layers_own_rms():
 def test_no_array_is_divided_by_a_number_that_xla_could_invert(rule):
     # It would for some device counts and not for others, which changes bits.
     params = random_params()
-    build = optimizer.build(rule, mean_squares)
+    build = optimizer.build(rule, Whole())
     state = build.init(params)
     one = jnp.float32(1)
     program = jax.make_jaxpr(
@@ -490,7 +497,7 @@ def test_no_array_is_divided_by_a_number_that_xla_could_invert(rule):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
 def test_updates_too_small_for_bfloat16_reach_float32_weights(weight_decay):
     rule = optimizer.build(
-        config.AdamW(name="adamw", weight_decay=weight_decay, clip_norm=None), mean_squares
+        config.AdamW(name="adamw", weight_decay=weight_decay, clip_norm=None), Whole()
     )
 
     def gradient(weight):

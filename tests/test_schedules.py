@@ -17,6 +17,16 @@ COSINE = config.CosineSchedule(
 )
 
 
+LINEAR = config.LinearSchedule(
+    kind="linear", peak=3e-4, final=3e-5, warmup_steps=2000, decay_steps=100_000
+)
+WSD = config.WsdSchedule(
+    kind="wsd", peak=3e-4, final=3e-5, warmup_steps=2000, hold_steps=80_000, decay_steps=100_000
+)
+INVERSE = config.InverseSquareRootSchedule(kind="inverse_square_root", peak=1e-3, warmup_steps=4000)
+CONSTANT = config.ConstantSchedule(kind="constant", peak=0.3, warmup_steps=3)
+
+
 def palm_in_float64(schedule: config.PalmSchedule, k: int) -> float:
     if k <= schedule.hold_steps:
         return schedule.peak
@@ -101,9 +111,120 @@ def test_cosine_meets_peak_and_final_rate_exactly(peak, share, warmup, fall):
     assert rate(warmup + 2 * fall) == np.float32(schedule.final)
 
 
-def test_no_update_is_dead():
-    assert at_update(schedules.rate(COSINE), 1) > 0
-    assert at_update(schedules.rate(PALM), 1) > 0
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [
+        (1, 1.5e-7),
+        (1_999, 3e-4 * 1999 / 2000),
+        (2_000, 3e-4),
+        (51_000, 1.65e-4),
+        (75_500, 3e-5 + 2.7e-4 / 4),
+        (100_000, 3e-5),
+        (10**6, 3e-5),
+    ],
+)
+def test_linear_rises_and_falls_along_lines(k, expected):
+    assert at_update(schedules.rate(LINEAR), k) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("decay", "quarters"),
+    [
+        ("linear", (0.75, 0.5, 0.25)),
+        ("1-sqrt", (0.5, 0.292893, 0.133975)),
+        ("cosine", (0.853553, 0.5, 0.146447)),
+    ],
+)
+def test_stable_rate_decays_by_each_curve(decay, quarters):
+    schedule = WSD.model_copy(update={"decay": decay, "final": 0.0, "peak": 1.0})
+    rate = schedules.rate(schedule)
+    assert at_update(rate, 1000) == 0.5
+    assert [float(at_update(rate, k)) for k in (2000, 2001, 79_999, 80_000)] == [1.0] * 4
+    found = [float(at_update(rate, 80_000 + x * 5000)) for x in (1, 2, 3)]
+    assert found == pytest.approx(quarters, abs=1e-6)
+    assert [float(at_update(rate, k)) for k in (100_000, 100_001, 10**6)] == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("decay", "mean"), [("linear", 1 / 2), ("1-sqrt", 1 / 3), ("cosine", 1 / 2)]
+)
+def test_mean_rate_of_a_decay(decay, mean):
+    rate = schedules.rate(WSD.model_copy(update={"decay": decay, "final": 0.0, "peak": 1.0}))
+    values = np.asarray(jax.vmap(rate)(np.arange(80_000, 100_000, dtype=np.int32)))
+    # A sum of 20,000 steps instead of the integral.
+    assert values.mean() == pytest.approx(mean, abs=1e-4)
+
+
+def test_stable_rate_without_an_end_stays():
+    schedule = config.WsdSchedule(kind="wsd", peak=0.3, warmup_steps=2)
+    values = [at_update(schedules.rate(schedule), k) for k in (1, 2, 3, 10**9)]
+    assert values == [np.float32(0.15), *[np.float32(0.3)] * 3]
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [(1, 2.5e-7), (2000, 5e-4), (4000, 1e-3), (16_000, 5e-4), (400_000, 1e-4)],
+)
+def test_inverse_square_root_falls_from_the_end_of_its_warm_up(k, expected):
+    assert at_update(schedules.rate(INVERSE), k) == pytest.approx(expected, rel=1e-6)
+
+
+def test_constant_warms_up_and_stays():
+    values = [at_update(schedules.rate(CONSTANT), k) for k in (1, 2, 3, 4, 10**9)]
+    assert values == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3], rel=1e-6)
+    assert values[2] == np.float32(0.3)
+
+
+@given(
+    peak=st.floats(1e-6, 1.0),
+    part=st.floats(0, 1),
+    warmup=st.integers(1, 5000),
+    hold=st.integers(0, 5000),
+    fall=st.integers(1, 100_000),
+    decay=st.sampled_from(["linear", "1-sqrt", "cosine"]),
+)
+def test_decays_meet_peak_and_final_rate_exactly(peak, part, warmup, hold, fall, decay):
+    start, stop = warmup + hold, warmup + hold + fall
+    final = peak * part
+    ends = {"peak": peak, "final": final, "warmup_steps": warmup, "decay_steps": stop}
+    wsd = config.WsdSchedule(kind="wsd", hold_steps=start, decay=decay, **ends)
+    rate = schedules.rate(wsd)
+    assert {float(rate(k - 1)) for k in (warmup, start)} == {float(np.float32(peak))}
+    assert {float(rate(k - 1)) for k in (stop, stop + fall)} == {float(np.float32(final))}
+    line = schedules.rate(config.LinearSchedule(kind="linear", **ends))
+    assert line(warmup - 1) == np.float32(peak)
+    assert line(stop - 1) == line(stop + 7) == np.float32(final)
+    share = schedules.share_of_peak(wsd)
+    assert share(warmup - 1) == 1
+    # Between the ends a step lies between them, and the share is the rate over the peak.
+    middle = (start + stop) // 2
+    assert np.float32(final) <= rate(middle) <= np.float32(peak)
+    assert float(share(middle)) * peak == pytest.approx(
+        float(rate(middle)), rel=1e-5, abs=1e-7 * peak
+    )
+
+
+ALL = [PALM, COSINE, LINEAR, WSD, INVERSE, CONSTANT]
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.kind)
+def test_no_update_is_dead(schedule):
+    assert at_update(schedules.rate(schedule), 1) > 0
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.kind)
+def test_share_of_the_peak_is_the_rate_over_it(schedule):
+    rate, share = schedules.rate(schedule), schedules.share_of_peak(schedule)
+    for k in (1, 1999, 2000, 3000, 4000, 81_000, 100_000, 400_000):
+        assert at_update(share, k) == pytest.approx(at_update(rate, k) / schedule.peak, rel=1e-5)
+
+
+def test_rate_grows_with_the_root_of_the_batch_over_its_reference():
+    schedule = config.ConstantSchedule(kind="constant", peak=1.0, batch_size_reference=64)
+    assert schedules.batch_factor(schedule, 256) == 2
+    assert schedules.batch_factor(schedule, 64) == 1
+    assert schedules.batch_factor(schedule, 16) == 0.5
+    assert schedules.batch_factor(CONSTANT, 16) is None
 
 
 def test_cosine_without_warm_up_starts_to_fall_in_its_first_update():
@@ -151,8 +272,8 @@ def test_beta2_matches_float64(k, exponent):
 
 @pytest.mark.parametrize(
     "schedule",
-    [schedules.rate(PALM), schedules.rate(COSINE), schedules.beta2(0.8)],
-    ids=["palm", "cosine", "beta2"],
+    [*map(schedules.rate, ALL), schedules.share_of_peak(WSD), schedules.beta2(0.8)],
+    ids=[*(schedule.kind for schedule in ALL), "share", "beta2"],
 )
 def test_any_number_of_devices_gives_the_same_bits(schedule):
     devices = jax.devices()

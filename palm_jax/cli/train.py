@@ -148,6 +148,7 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
         training.check_corpus(settings, corpus)
     tokens = flops.tokens_by_stage(settings)
     state = memory.state_bytes(settings)
+    per_parameter = memory.optimizer_bytes_per_parameter(settings)
     free = checkpoints.free_bytes(run or ".")
     ramp = settings.data.ramp
     stages = [
@@ -178,6 +179,7 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
                 },
                 "state_bytes": state,
                 "checkpoint_bytes": state,
+                "optimizer_bytes_per_parameter": per_parameter,
                 "free_disk_bytes": free,
                 "corpus": corpus and corpus.digest,
                 "config": settings.model_dump(mode="json"),
@@ -194,6 +196,10 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
     print(f"{sum(tokens):,} tokens in all")
     print(f"\n{_mesh_table(settings, sharding.RULES, num_processes)}\n")
     print(f"{_memory_table(on_device)}\n")
+    print(
+        f"{settings.optimizer.name} keeps {per_parameter:.2f} bytes for each parameter, beside the "
+        f"parameter's own {memory.stored_bytes(settings.precision)}"
+    )
     print(f"{in_bytes(state)} of state in all, and as much for each checkpoint kept")
     kept = settings.checkpoint.keep_last + settings.checkpoint.keep_best
     enough = "" if free > (kept + 1) * state else f"; too little for {kept} of them and one more"

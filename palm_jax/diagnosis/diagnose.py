@@ -213,10 +213,13 @@ def shared_memory(settings: config.Config, fork_count: int, distance: int) -> fl
     """The share of the second moments at the fork that an earlier state has, too.
 
     The product of beta2 over the updates between them: late in PaLM's schedule beta2 remembers
-    k^0.8 updates.
+    k^0.8 updates. Of rules that have no second moments of most parameters, their momentum's share.
     """
-    if isinstance(settings.optimizer, config.AdamW):
-        return settings.optimizer.beta2**distance
+    match settings.optimizer:
+        case config.AdamW() | config.Lion():
+            return settings.optimizer.beta2**distance
+        case config.Muon() | config.SGD():
+            return settings.optimizer.momentum**distance
     exponent = settings.optimizer.beta2_exponent
     first = max(1, fork_count - distance)
     return math.exp(

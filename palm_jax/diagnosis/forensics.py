@@ -53,7 +53,7 @@ class StepGradient:
     norm: float
     cosine: float | None  # with the gradient of the step before; None: the first one
     # Fourth over squared second moment of g / sqrt(v), all elements: 3 if normally distributed,
-    # far more where few elements of v are stale.
+    # far more where few elements of v are stale. Of g, where the rule has no v of every element.
     kurtosis: float
 
 
@@ -219,7 +219,7 @@ def _step_gradients(lab: Laboratory, state: TrainState) -> tuple[StepGradient, .
     arm = plan.arm("A1")
     assert arm is not None
     source = _source(lab, arm)
-    v = _second_moments(state.optimizer)
+    v = _second_moments(state.optimizer, state.params)
     first = max(plan.fork, plan.onset - GRADIENT_STEPS)
     last = min(plan.stop, plan.onset + GRADIENT_STEPS)
     found: list[StepGradient] = []
@@ -260,13 +260,20 @@ def _mean_gradient(program: Program, end_of_document: int) -> Callable[[Any, jax
     )
 
 
-def _second_moments(optimizer: Any) -> list[jax.Array]:
-    """v of Adafactor, or nu of AdamW, leaf by leaf as the parameters."""
-    return [
+def _second_moments(optimizer: Any, params: Any) -> list[jax.Array]:
+    """v of Adafactor, or nu of AdamW, leaf by leaf as the parameters; else ones.
+
+    Where not every element has a second moment, the gradient is looked at as it is.
+    """
+    found = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer)
         if any(getattr(part, "name", None) in ("v", "nu") for part in path)
     ]
+    shapes = [p.shape for p in jax.tree.leaves(params)]
+    if [v.shape for v in found] != shapes:
+        return [jnp.ones(shape, jnp.float32) for shape in shapes]
+    return found
 
 
 @jax.jit

@@ -50,7 +50,7 @@ def available(
         # A memory a third as long.
         lower = 1 - min(0.5, 3 * (1 - optimizer.beta2))
         found.append(Treatment(BETA2, overrides=(f"optimizer.beta2={lower:.6g}",)))
-    else:
+    elif isinstance(optimizer, config.Adafactor):
         exponent = optimizer.beta2_exponent * 0.75
         found.append(Treatment(BETA2, overrides=(f"optimizer.beta2_exponent={exponent:.3g}",)))
         # The first update has beta2 = 0: the second moments are those of its gradient.

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs, utilisation, bytes of state and tokens of a configured run.
+"""Parameters, FLOPs, utilisation and tokens of a configured run.
 
 L layers, D model, H heads, Q head size, F feed-forward, V vocabulary, T sequence length.
 Counts are exact Python integers.
@@ -89,14 +89,6 @@ def model_flops_utilisation(
     Source: PaLM, appendix B.
     """
     return tokens_per_second * train_flops_per_token(model) / (num_devices * peak_flops)
-
-
-def state_bytes(model: config.Model, optimizer: config.Adafactor | config.AdamW) -> int:
-    """Bytes of a whole train state's arrays: float32 parameters and optimizer moments."""
-    match optimizer:
-        case config.Adafactor() | config.AdamW():
-            num_moments = 2  # momentum and an unfactored second moment
-    return FLOAT32_BYTES * (1 + num_moments) * num_parameters(model, padded=True)
 
 
 def tokens_by_stage(run: config.Config) -> tuple[int, ...]:

@@ -56,13 +56,32 @@ def parameter_axes(model: config.Model) -> dict[str, tuple[str, ...]]:
     }
 
 
-def moments(optimizer: config.Adafactor | config.AdamW) -> tuple[str, str]:
-    """Names of what the optimizer keeps of every parameter, in its own form."""
+def moments(optimizer: config.Optimizer) -> tuple[str, ...]:
+    """Names of what the optimizer keeps beside the parameters."""
     match optimizer:
         case config.Adafactor():
             return "momentum", "second_moment"
         case config.AdamW():
             return "first_moment", "second_moment"
+        case config.Muon():
+            return "momentum", "first_moment", "second_moment"
+        case config.Lion() | config.SGD():
+            return ("momentum",)
+
+
+def kept_axes(optimizer: config.Optimizer, axes: str) -> dict[str, tuple[str, ...]]:
+    """Axes of the arrays that the optimizer keeps of one parameter, by `moments`."""
+    is_matrix = len(axes.removeprefix("N")) > 1
+    match optimizer:
+        case config.Adafactor(factored=True) if is_matrix:
+            rows = "ND" if axes.startswith("N") else "D"
+            return {"momentum": (axes,), "second_moment": (rows, axes.replace("D", ""))}
+        case config.Muon():
+            # Kernels of layers have one, all else AdamW's two.
+            mine = ("momentum",) if is_matrix and axes.startswith("N") else moments(optimizer)[1:]
+            return dict.fromkeys(mine, (axes,))
+        case _:
+            return dict.fromkeys(moments(optimizer), (axes,))
 
 
 def stored_bytes(precision: config.Precision) -> int:
@@ -82,13 +101,44 @@ def scaling_bytes(settings: config.Config) -> int:
     return 0
 
 
+def _elements(settings: config.Config, sizes: dict[str, int]) -> dict[str, Groups]:
+    """Elements of parameters, and of each of `moments`, by group, of axes that long."""
+
+    def num(axes: str) -> int:
+        return math.prod(sizes[letter] for letter in axes)
+
+    groups = parameter_axes(settings.model)
+    found = {
+        "parameters": {group: sum(num(axes) for axes in leaves) for group, leaves in groups.items()}
+    }
+    for name in moments(settings.optimizer):
+        found[name] = {
+            group: sum(
+                num(part)
+                for axes in leaves
+                for part in kept_axes(settings.optimizer, axes).get(name, ())
+            )
+            for group, leaves in groups.items()
+        }
+    return found
+
+
 def state_bytes(settings: config.Config) -> int:
     """Bytes of a whole train state, once, which a checkpoint holds uncompressed."""
-    axes = sizes(settings.model)
-    leaves = [axes_of for group in parameter_axes(settings.model).values() for axes_of in group]
-    elements = sum(math.prod(axes[letter] for letter in leaf) for leaf in leaves)
-    arrays = (1 + len(moments(settings.optimizer))) * elements * stored_bytes(settings.precision)
-    return arrays + NUM_COUNTERS * INT32_BYTES + scaling_bytes(settings)
+    elements = _elements(settings, sizes(settings.model))
+    arrays = sum(sum(groups.values()) for groups in elements.values())
+    counters = NUM_COUNTERS * INT32_BYTES + scaling_bytes(settings)
+    return arrays * stored_bytes(settings.precision) + counters
+
+
+def optimizer_bytes_per_parameter(settings: config.Config) -> float:
+    """Bytes that the optimizer keeps for each parameter, on average, padding included."""
+    elements = {
+        name: sum(groups.values())
+        for name, groups in _elements(settings, sizes(settings.model)).items()
+    }
+    parameters = elements.pop("parameters")
+    return sum(elements.values()) * stored_bytes(settings.precision) / parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,18 +172,15 @@ def on_each_device(settings: config.Config, rules: Rules) -> DeviceBytes:
     Args:
       rules: sharding.RULES.
     """
-    here = sizes_on_device(settings, rules)
-    elements = {
-        group: sum(math.prod(here[letter] for letter in axes) for axes in leaves)
-        for group, leaves in parameter_axes(settings.model).items()
-    }
+    elements = _elements(settings, sizes_on_device(settings, rules))
     stored = stored_bytes(settings.precision)
-    kept = dict.fromkeys(("parameters", *moments(settings.optimizer)), stored)
+    kept = {name: (groups, stored) for name, groups in elements.items()}
+    kept["gradient"] = elements["parameters"], FLOAT32_BYTES
     rows = max(settings.data.ramp.sizes) // settings.mesh.data_parallel
     return DeviceBytes(
         arrays={
-            name: {group: size * number for group, number in elements.items()}
-            for name, size in (kept | {"gradient": FLOAT32_BYTES}).items()
+            name: {group: size * number for group, number in groups.items()}
+            for name, (groups, size) in kept.items()
         },
         counters=NUM_COUNTERS * INT32_BYTES + scaling_bytes(settings),
         batch=INT32_BYTES * rows * (settings.model.sequence_length + 1),

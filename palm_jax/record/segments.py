@@ -33,7 +33,7 @@ IN_A_BRANCH = (
     "model.remat",
 )
 # The train state has the form that these give it.
-FORM_OF_THE_STATE = ("optimizer.name",)
+FORM_OF_THE_STATE = ("optimizer.name", "optimizer.factored")
 
 
 def _form(exclusion: object) -> str:
@@ -129,6 +129,7 @@ class Segment(_Strict):
             if intervention.at <= step:
                 for name, value in intervention.changes.items():
                     self._set(settings, name, value)
+                settings = config.without_other_kinds(settings)
         return config.from_dict(settings, f"segment {self.segment}")
 
     def _set(self, settings: dict[str, Any], name: str, value: Any) -> None:

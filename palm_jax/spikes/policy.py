@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from palm_jax.config import CosineSchedule, PalmSchedule, Spikes
+from palm_jax.config import Schedule, Spikes
 from palm_jax.spikes.incidents import Incident
 
 _MOST_ROLLBACKS = 3  # at one place
@@ -139,11 +139,11 @@ def _rollback(
     )
 
 
-def rate_overrides(schedule: PalmSchedule | CosineSchedule, scale: float) -> tuple[str, ...]:
+def rate_overrides(schedule: Schedule, scale: float) -> tuple[str, ...]:
     """The `section.key=value` that multiply a schedule's rate by `scale` at every step."""
     if scale == 1:
         return ()
     overrides = [f"schedule.peak={schedule.peak * scale!r}"]
-    if isinstance(schedule, CosineSchedule) and schedule.final:
-        overrides.append(f"schedule.final={schedule.final * scale!r}")
+    if final := getattr(schedule, "final", 0):
+        overrides.append(f"schedule.final={final * scale!r}")
     return tuple(overrides)

@@ -93,8 +93,10 @@ def test_planned_arguments_are_those_of_the_compiled_step(small):
 def test_one_device_holds_the_whole_state(small):
     settings = small(**ALL_LEAVES)
     planned = memory.on_each_device(settings, sharding.RULES)
-    state = flops.state_bytes(settings.model, settings.optimizer)
-    assert planned.state - planned.counters == state
+    # Parameters and two moments, float32.
+    num = flops.num_parameters(settings.model, padded=True)
+    assert planned.state - planned.counters == 12 * num
+    assert memory.optimizer_bytes_per_parameter(settings) == 8
 
 
 @pytest.mark.parametrize("policy", POLICIES)

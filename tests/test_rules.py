@@ -1,0 +1,363 @@
+"""Factored Adafactor, Lion, Muon, SGD and decay's variants, step by step in NumPy float64."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from palm_jax import config, optimizer, reductions, sharding
+from palm_jax.optimizer import kinds, muon
+
+NUM_STEPS = 6
+NUM_LAYERS = 3
+# (rows, columns) of kernels as matrices: inputs by outputs.
+SHAPES = {
+    "w_query_DHK": (4, 2, 3),
+    "w_attention_HKD": (2, 3, 4),
+    "w_gate_DF": (4, 10),
+    "w_down_FD": (10, 4),
+    "w_key_DK": (4, 3),
+}
+
+
+def params_of(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    layers = {name: normal(NUM_LAYERS, *shape) for name, shape in SHAPES.items()}
+    # Layers of unequal size show whether sums keep them apart.
+    layers = {
+        k: x * 10.0 ** -np.arange(3.0)[(...,) + (None,) * (x.ndim - 1)] for k, x in layers.items()
+    }
+    layers["norm_scale_D"] = normal(NUM_LAYERS, 4) * 0.1
+    return jax.tree.map(np.float32, {"embedding_VD": normal(7, 4), "layers": layers})
+
+
+def gradients_of(params: Any) -> list[Any]:
+    rng = np.random.default_rng(1)
+    return [
+        jax.tree.map(lambda p: (rng.normal(size=p.shape) / 8).astype(np.float32), params)
+        for _ in range(NUM_STEPS)
+    ]
+
+
+RATES = [0.1 / math.sqrt(k) for k in range(1, NUM_STEPS + 1)]
+SHARES = [1 / math.sqrt(k) for k in range(1, NUM_STEPS + 1)]
+
+
+@functools.cache
+def stepping(settings: config.Optimizer) -> tuple[Any, Any]:
+    """The rule's init and step on one device, with the sums that the trainer hands it."""
+    mesh = sharding.make_mesh(config.Mesh())
+    rule = optimizer.build(settings, reductions.MatrixReductions(reductions.Canonical(2), 0))
+
+    def step(params, state, gradient, norm, rate, share):
+        updates, after = rule.update(
+            gradient, state, params, gradient_norm=norm, rate=rate, share=share
+        )
+        return optax.apply_updates(params, updates), after
+
+    everywhere = PartitionSpec()
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    return jax.jit(rule.init), jax.jit(mapped)
+
+
+def norm_of(tree: Any) -> float:
+    return math.sqrt(sum(float((np.float64(x) ** 2).sum()) for x in jax.tree.leaves(tree)))
+
+
+def run(settings: config.Optimizer, params: Any, gradients: list[Any]) -> tuple[Any, Any]:
+    init, step = stepping(settings)
+    state = init(params)
+    for gradient, rate, share in zip(gradients, RATES, SHARES, strict=False):
+        numbers = np.float32(norm_of(gradient)), np.float32(rate), np.float32(share)
+        params, state = step(params, state, gradient, *numbers)
+    return jax.device_get((params, state))
+
+
+def apart(tree: Any) -> dict[str, np.ndarray]:
+    """Every matrix and vector by itself in float64: "w_gate_DF 1" is that of layer 1."""
+    found = {name: np.float64(x) for name, x in tree.items() if name != "layers"}
+    for name, stacked in tree["layers"].items():
+        found |= {f"{name} {n}": np.float64(x) for n, x in enumerate(stacked)}
+    return found
+
+
+def as_matrix(name: str, x: np.ndarray) -> np.ndarray:
+    """[I, O], the letters of the axes giving the inputs first."""
+    axes = name.split(" ")[0].rpartition("_")[2]
+    return (
+        x.reshape(x.shape[0] if axes[0] == "D" else -1, x.shape[-1] if axes[-1] == "D" else -1)
+        if x.ndim > 1
+        else x
+    )
+
+
+def close(found: Any, expected: dict[str, np.ndarray], tolerance: float) -> None:
+    mine = apart(found)
+    assert mine.keys() == expected.keys()
+    for name, x in mine.items():
+        np.testing.assert_allclose(
+            x, expected[name], rtol=0, atol=tolerance * np.abs(expected[name]).max(), err_msg=name
+        )
+
+
+def followed(params: Any, gradients: list[Any], step: Any) -> dict[str, np.ndarray]:
+    """`step(name, memory, p, g, index)` of every array by itself; `memory` is a dict of its own."""
+    weights = apart(params)
+    memories: dict[str, dict[str, Any]] = {name: {} for name in weights}
+    for index, gradient in enumerate(gradients):
+        norm = norm_of(gradient)
+        for name, g in apart(gradient).items():
+            clipped = g * min(1.0, 1.0 / norm)
+            weights[name] = step(name, memories[name], weights[name], clipped, index)
+    return weights
+
+
+def adamw(s: Any, memory: dict[str, Any], g: np.ndarray, index: int) -> np.ndarray:
+    m = memory["m"] = s.beta1 * memory.get("m", 0) + (1 - s.beta1) * g
+    v = memory["v"] = s.beta2 * memory.get("v", 0) + (1 - s.beta2) * g * g
+    k = index + 1
+    return (m / (1 - s.beta1**k)) / (np.sqrt(v / (1 - s.beta2**k)) + s.epsilon)
+
+
+# Float32 through six steps.
+NEAR = 3e-6
+
+
+# --- Adafactor, factored ---
+
+
+@pytest.mark.parametrize("update_clip", [1.0, None])
+def test_factored_adafactor_follows_rows_and_columns_of_each_matrix(update_clip):
+    settings = config.Adafactor(factored=True, update_clip=update_clip)
+
+    def rms(x):
+        return math.sqrt((x**2).mean())
+
+    def step(name, memory, p, g, index):
+        beta2 = 1 - (index + 1) ** -0.8
+        square = g**2 + 1e-30
+        if g.ndim > 1:
+            axes = name.split(" ")[0].rpartition("_")[2]
+            # D on one side, all else on the other.
+            along = np.moveaxis(square, axes.index("D"), 0).reshape(
+                square.shape[axes.index("D")], -1
+            )
+            R = memory["r"] = beta2 * memory.get("r", 0) + (1 - beta2) * along.sum(axis=1)
+            C = memory["c"] = beta2 * memory.get("c", 0) + (1 - beta2) * along.sum(axis=0)
+            v = np.outer(R, C) / R.sum()  # algorithm 4, line 7
+            moved = np.moveaxis(square, axes.index("D"), 0).shape
+            v = np.moveaxis(v.reshape(moved), 0, axes.index("D"))
+        else:
+            v = memory["v"] = beta2 * memory.get("v", 0) + (1 - beta2) * square
+        y = g / np.sqrt(v)
+        if update_clip is not None:
+            y = y / max(1, rms(y) / update_clip)
+        m = memory["m"] = 0.9 * memory.get("m", 0) + 0.1 * RATES[index] * max(rms(p), 1e-3) * y
+        return (1 - RATES[index] ** 2) * p - m
+
+    params = params_of()
+    gradients = gradients_of(params)
+    found, state = run(settings, params, gradients)
+    close(found, followed(params, gradients, step), NEAR)
+    moment = state["second_moment"]
+    assert moment.rows["layers"]["w_query_D"].shape == (NUM_LAYERS, 4)
+    assert moment.columns["layers"]["w_query_HK"].shape == (NUM_LAYERS, 2, 3)
+    assert moment.columns["embedding_V"].shape == (7,)
+    assert jax.tree.map(np.shape, moment.v) == {"layers": {"norm_scale_D": (NUM_LAYERS, 4)}}
+
+
+def test_factoring_is_exact_where_squares_are_an_outer_product():
+    params = params_of()
+    rng = np.random.default_rng(3)
+    gradient = gradients_of(params)[0]
+    outer = np.abs(rng.normal(size=(NUM_LAYERS, 4, 1)) * rng.normal(size=(NUM_LAYERS, 1, 10)))
+    gradient["layers"]["w_gate_DF"] = np.float32(outer * 0.1)
+    after = [
+        run(config.Adafactor(factored=factored), params, [gradient])[0]["layers"]["w_gate_DF"]
+        for factored in (True, False)
+    ]
+    np.testing.assert_allclose(*after, rtol=1e-5)
+
+
+# --- Lion and SGD ---
+
+
+def test_lion_moves_by_signs_and_keeps_another_average():
+    settings = config.Lion(name="lion", weight_decay=0.3)
+
+    def step(name, memory, p, g, index):
+        m = memory.get("m", np.zeros_like(g))
+        memory["m"] = 0.99 * m + 0.01 * g
+        return p - RATES[index] * (np.sign(0.9 * m + 0.1 * g) + 0.3 * p)
+
+    params = params_of()
+    gradients = gradients_of(params)
+    found, _ = run(settings, params, gradients)
+    close(found, followed(params, gradients, step), NEAR)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_accumulates_gradients_and_keeps_decay_out_of_them(nesterov):
+    settings = config.SGD(name="sgd", weight_decay=0.3, nesterov=nesterov)
+
+    def step(name, memory, p, g, index):
+        t = memory["t"] = 0.9 * memory.get("t", 0) + g
+        return p - RATES[index] * ((0.9 * t + g if nesterov else t) + 0.3 * p)
+
+    params = params_of()
+    gradients = gradients_of(params)
+    found, _ = run(settings, params, gradients)
+    close(found, followed(params, gradients, step), NEAR)
+
+
+# --- Muon ---
+
+
+def newton_schulz(x: np.ndarray, steps: int = 5) -> np.ndarray:
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if tall else x
+
+
+@pytest.mark.parametrize("changes", [{}, {"nesterov": False}, {"consistent_rms": 0.2}], ids=str)
+def test_muon_orthogonalises_each_layers_kernels_and_leaves_all_else_to_adamw(changes):
+    settings = config.Muon(name="muon", weight_decay=0.3, adamw_rate=0.5, **changes)
+
+    def step(name, memory, p, g, index):
+        if not name.startswith("w_"):
+            return p - RATES[index] * (0.5 * adamw(settings, memory, g, index) + 0.3 * p)
+        m = memory["m"] = 0.95 * memory.get("m", 0) + 0.05 * g
+        u = 0.95 * m + 0.05 * g if settings.nesterov else m
+        x = newton_schulz(as_matrix(name, u))
+        rows, columns = x.shape
+        if settings.consistent_rms is None:
+            x = x * math.sqrt(max(1, columns / rows))
+        else:
+            x = x * 0.2 * math.sqrt(max(rows, columns))
+        return p - RATES[index] * (x.reshape(p.shape) + 0.3 * p)
+
+    params = params_of()
+    gradients = gradients_of(params)
+    found, state = run(settings, params, gradients)
+    # A small singular value is multiplied by 3.4 in each of five iterations, and so are roundings.
+    close(found, followed(params, gradients, step), 1e-5)
+    moments = state["moments"]
+    assert sorted(moments.ema) == ["layers"]
+    assert sorted(moments.ema["layers"]) == sorted(SHAPES)
+    assert sorted(moments.nu) == ["embedding_VD", "layers"]
+    assert sorted(moments.nu["layers"]) == ["norm_scale_D"]
+
+
+def test_newton_schulz_brings_singular_values_near_one():
+    singular = np.diag(np.float32([1, 0.5, 0.1, 0.01]))
+    # The norm of a matrix is divided out before: undone, to begin at the values themselves.
+    begun = singular / np.linalg.norm(singular)
+    x = np.diag(singular).astype(np.float64)
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
+    np.testing.assert_allclose(x, [0.69644, 0.76544, 0.71212, 0.69892], atol=1e-5)
+    found = np.diag(np.asarray(muon.orthogonalised(jnp.asarray(begun), 5, 0)))
+    expected = np.diag(newton_schulz(np.float64(begun)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert (np.abs(found) > 0.6).all()
+    assert (np.abs(found) < 1.2).all()
+
+
+def test_a_kernel_without_gradient_is_left_where_it_is_by_muon():
+    params = params_of()
+    zero = jax.tree.map(np.zeros_like, params)
+    found, _ = run(config.Muon(name="muon"), params, [zero])
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# --- decay ---
+
+
+def test_independent_decay_follows_the_share_of_the_peak_and_not_the_rate():
+    settings = config.AdamW(name="adamw", weight_decay=0.3, independent_decay=True)
+
+    def step(name, memory, p, g, index):
+        return p - RATES[index] * adamw(settings, memory, g, index) - SHARES[index] * 0.3 * p
+
+    params = params_of()
+    gradients = gradients_of(params)
+    found, _ = run(settings, params, gradients)
+    close(found, followed(params, gradients, step), NEAR)
+    assert optimizer.needs_share(settings)
+    assert not optimizer.needs_share(config.AdamW(name="adamw"))
+
+
+RULES: dict[str, Any] = {
+    "adafactor": config.Adafactor,
+    "adamw": config.AdamW,
+    "lion": config.Lion,
+    "muon": config.Muon,
+    "sgd": config.SGD,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_parameters_that_do_not_decay_are_told_by_kind(name):
+    changes = {} if name == "adafactor" else {"weight_decay": 0.1}
+    settings = RULES[name](name=name, no_decay=("norms", "embeddings"), **changes)
+    params = params_of()
+    zero = jax.tree.map(np.zeros_like, params)
+    found, _ = run(settings, params, [zero])
+    for leaf, before in apart(params).items():
+        moved = apart(found)[leaf] != before
+        assert moved.all() if leaf.startswith("w_") else not moved.any()
+
+
+def test_kinds_of_parameters():
+    names = {
+        "embedding_VD": "embeddings",
+        "unembedding_VD": "embeddings",
+        "norm_scale_D": "norms",
+        "query_norm_scale_K": "norms",
+        "b_up_F": "biases",
+        "w_query_DHK": "kernels",
+    }
+    for name, kind in names.items():
+        assert kinds.kind((jax.tree_util.DictKey(name),)) == kind
+
+
+# --- all ---
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_updates_are_counted(name):
+    params = params_of()
+    _, state = run(RULES[name](name=name), params, gradients_of(params)[:3])
+    counters = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.integer)]
+    assert [int(x) for x in counters] == [3]
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "sgd"])
+def test_numbers_in_force_are_those_of_the_settings(name):
+    settings = RULES[name](name=name, weight_decay=0.5, clip_norm=None)
+    found = optimizer.in_force(settings, None, jnp.float32(0.04))
+    assert {str(x.dtype) for x in found.values()} == {"float32"}
+    numbers = {key: float(x) for key, x in found.items()}
+    assert numbers.pop("weight_decay") == pytest.approx(0.02)
+    assert numbers.pop("clip_norm") == np.inf
+    own = {key: value for key, value in settings if key in ("beta1", "beta2", "momentum")}
+    assert numbers == pytest.approx(own)
