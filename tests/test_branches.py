@@ -95,6 +95,45 @@ def test_changed_setting_is_in_force_from_the_departure_on(run):
     assert ours[7]["loss"] != theirs[7]["loss"]
 
 
+DECAY = (
+    "schedule.kind=wsd",
+    "schedule.peak=0.01",
+    "schedule.hold_steps=6",
+    "schedule.decay_steps=10",
+    "schedule.final=0.001",
+    "schedule.decay=linear",
+)
+
+
+def test_another_schedule_is_in_force_from_the_departure_on(small):
+    changed = segments.changes_of(small(), list(DECAY), segments.IN_MID_RUN)
+    change = segments.Intervention(
+        at=6, changes={key: new for key, (_, new) in changed.items()}, reason="decay"
+    )
+    back = segments.Intervention(
+        at=9,
+        changes={"schedule.kind": "constant", "schedule.hold_steps": None, "schedule.decay": None}
+        | dict.fromkeys(("schedule.final", "schedule.decay_steps")),
+        reason="hold",
+    )
+    segment = segments.Segment(interventions=(change, back))
+    assert segment.settings_at(small(), 5) == small()
+    assert segment.settings_at(small(), 6) == config.override(small(), DECAY)
+    assert segment.settings_at(small(), 9).schedule == config.ConstantSchedule(
+        kind="constant", peak=0.01
+    )
+
+
+@pytest.mark.slow
+def test_a_decay_forks_from_the_stable_part_of_a_run(run):
+    made, _ = branch(run, 6, 10, Changes(overrides=DECAY))
+    records = [r for r in logbook.read(made.path).records if r["event"] == "step"]
+    rates = [r["computed"]["rate"] for r in records]
+    assert rates == pytest.approx([0.00775, 0.0055, 0.00325, 0.001], rel=1e-6)
+    assert rates[-1] == float(np.float32(0.001))
+    assert replay(made, 7, 10).identical
+
+
 @pytest.mark.slow
 def test_branch_is_fed_the_data_of_other_steps(run):
     made, _ = branch(run, 4, 8, Changes(data_from=7))
@@ -263,7 +302,9 @@ def test_later_intervention_keeps_the_earlier_one(run, small):
     ("overrides", "said"),
     [
         (["model.width=32"], "model.width cannot change"),
-        (["optimizer.name=adamw"], "cannot change|another kind"),
+        (["optimizer.name=adamw"], "optimizer.name cannot change"),
+        (["optimizer.factored=true"], "optimizer.factored cannot change"),
+        (["schedule.kind=cosine"], "schedule.decay_steps is missing"),
         (["optimizer.beta3=1"], "no setting optimizer.beta3"),
         (["numerics.lanes=4"], "numerics.lanes cannot change"),
         ([], "nothing would change"),

@@ -361,3 +361,33 @@ def test_numbers_in_force_are_those_of_the_settings(name):
     assert numbers.pop("clip_norm") == np.inf
     own = {key: value for key, value in settings if key in ("beta1", "beta2", "momentum")}
     assert numbers == pytest.approx(own)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config.Lion(name="lion"),
+        config.Muon(name="muon"),
+        config.SGD(name="sgd"),
+        config.SGD(name="sgd", nesterov=True),
+    ],
+    ids=str,
+)
+def test_what_is_taken_of_the_moments_is_shown_before_signs_and_orthogonalisation(settings):
+    params = params_of()
+    first, second = gradients_of(params)[:2]
+    _, before = run(settings, params, [first])
+    _, after = run(settings, params, [first, second])
+    clip = jnp.float32(min(1, 1 / norm_of(second)))
+    g = np.float64(second["layers"]["w_gate_DF"]) * float(clip)
+    unused: Any = None
+    found = optimizer.normalised(settings, second, before, after, clip, unused, 0)
+    if settings.name == "lion":
+        expected = 0.9 * before["moments"].ema["layers"]["w_gate_DF"] + 0.1 * g
+    elif settings.name == "muon":
+        expected = 0.95 * after["moments"].ema["layers"]["w_gate_DF"] + 0.05 * g
+    else:
+        expected = after["moments"].trace["layers"]["w_gate_DF"]
+        expected = 0.9 * expected + g if settings.nesterov else expected
+    np.testing.assert_allclose(found["layers"]["w_gate_DF"], expected, rtol=1e-5, atol=1e-7)
+    assert jax.tree.structure(found) == jax.tree.structure(params)

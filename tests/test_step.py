@@ -118,6 +118,27 @@ def test_rate_scale_scales_the_rate_in_force(small):
     assert float(vitals["rate"]) == np.float32(0.01) * np.float32(0.25)
 
 
+def test_rate_follows_the_whole_batch_and_independent_decay_the_schedule_alone(small):
+    settings = small(
+        optimizer={"name": "adamw", "independent_decay": True, "weight_decay": 0.5},
+        schedule={
+            "kind": "linear",
+            "peak": 0.01,
+            "warmup_steps": 4,
+            "decay_steps": 9,
+            "batch_size_reference": 2,
+        },
+        **{"mesh.data": 2, "mesh.fsdp": 2},
+    )
+    program = program_for(settings)
+    _, vitals = program.step(
+        program.init(), program.put(tokens_of(settings, 0)), step.controls(rate_scale=0.25)
+    )
+    # The first of four updates of warm-up; eight sequences, two on each device.
+    np.testing.assert_allclose(vitals["rate"], 0.01 / 4 * 0.25 * 2, rtol=1e-6)
+    np.testing.assert_allclose(vitals["weight_decay"], 0.5 / 4, rtol=1e-6)
+
+
 @pytest.mark.parametrize("reason", ["above the limit", "not finite"])
 def test_skipped_update_changes_nothing_but_the_data_step(small, reason):
     settings = small()

@@ -87,69 +87,60 @@ class FactoredMoment(NamedTuple):
 
 
 def _is_matrix(path: kinds.Path) -> bool:
-    return kinds.kind(path) in ("kernels", "embeddings")
+    return kinds.kind(path) in ("kernels", "embeddings") and "D" in _axes(path)
 
 
-def _factor_names(name: str) -> tuple[str, str]:
+def _axes(path: kinds.Path) -> str:
+    """Letters of a parameter's axes, N not among them."""
+    return kinds.name_of(path).rpartition("_")[2]
+
+
+def _factor_names(path: kinds.Path) -> tuple[str, str]:
     """Of a matrix: w_gate_DF -> w_gate_D, w_gate_F."""
-    stem, _, axes = name.rpartition("_")
+    stem, _, axes = kinds.name_of(path).rpartition("_")
     return f"{stem}_D", f"{stem}_{axes.replace('D', '')}"
 
 
-def _mapped_matrices(function: Any, tree: Any, *factors: Any, path: kinds.Path = ()) -> Any:
-    """function(path, leaf, (row, column) of each of `factors`) of every matrix -> (row, column).
+def _beside(tree: Any, path: kinds.Path, name: str) -> Any:
+    """The leaf `name` of nested dicts that stands where `path` does."""
+    for entry in path[:-1]:
+        tree = tree[entry.key]  # type: ignore[union-attr]
+    return tree[name]
 
-    Nested dicts (rows, columns), named as FactoredMoment has them.
-    """
+
+def _factors_of(function: Any, tree: Any, path: kinds.Path = ()) -> tuple[Any, Any]:
+    """Nested dicts (rows, columns) of `function(path, matrix)`, which gives one of each."""
     rows: dict[str, Any] = {}
     columns: dict[str, Any] = {}
     for key, value in tree.items():
         here = (*path, jax.tree_util.DictKey(key))
         if isinstance(value, dict):
-            inner = [tuple(part[key] for part in pair) for pair in factors]
-            rows[key], columns[key] = _mapped_matrices(function, value, *inner, path=here)
+            rows[key], columns[key] = _factors_of(function, value, here)
         elif _is_matrix(here):
-            row, column = _factor_names(key)
-            mine = [(pair[0][row], pair[1][column]) for pair in factors]
-            rows[row], columns[column] = function(here, value, *mine)
+            row, column = _factor_names(here)
+            rows[row], columns[column] = function(here, value)
     return rows, columns
-
-
-def _axes(path: kinds.Path) -> str:
-    """Letters of a matrix's axes, N not among them."""
-    return kinds.name_of(path).rpartition("_")[2]
 
 
 def _over_factored_root(
     updates: Any, state: FactoredMoment, matrices: Matrices, zero: jax.Array | int
 ) -> Any:
-    """g / sqrt(v), v the product of row and column over the mean of the rows where factored."""
+    """g / sqrt(v), a matrix's v being rows x columns / mean of the rows."""
 
     def scaled(path: kinds.Path, g: jax.Array) -> jax.Array:
-        place: Any = state
         if not _is_matrix(path):
-            place = state.v
-            for entry in path:
-                place = place[entry.key]  # type: ignore[union-attr]
-            return g * one_over_root(place, zero)
-        rows, columns = state.rows, state.columns
-        for entry in path[:-1]:
-            rows, columns = rows[entry.key], columns[entry.key]  # type: ignore[union-attr]
-        row, column = (
-            leaves[name]
-            for leaves, name in zip(
-                (rows, columns), _factor_names(kinds.name_of(path)), strict=True
-            )
-        )
+            return g * one_over_root(_beside(state.v, path, kinds.name_of(path)), zero)
+        row_name, column_name = _factor_names(path)
+        row, column = _beside(state.rows, path, row_name), _beside(state.columns, path, column_name)
         axes = _axes(path)
-        stacked = g.ndim > len(axes)
-        mean = matrices.mean_over_rows(row if stacked else row[None])
-        relative = row * (1.0 / (mean if stacked else mean[0]))
-        # Multiplied one after the other: their product would be a third array like g.
-        dims = tuple(int(stacked) + i for i, letter in enumerate(axes) if letter != "D")
-        along_d = jnp.expand_dims(one_over_root(relative, zero), dims)
-        across = jnp.expand_dims(one_over_root(column, zero), int(stacked) + axes.index("D"))
-        return (g * along_d) * across
+        before = g.ndim - len(axes)  # 1 if stacked
+        mean = matrices.mean_over_rows(row if before else row[None])
+        relative = row * (1.0 / (mean if before else mean[0]))
+        d = before + axes.index("D")
+        others = [dim for dim in range(before, g.ndim) if dim != d]
+        # One after the other: their product would be one more array as large as g.
+        g = g * jnp.expand_dims(one_over_root(relative, zero), others)
+        return g * jnp.expand_dims(one_over_root(column, zero), d)
 
     return jax.tree_util.tree_map_with_path(scaled, updates)
 
@@ -168,19 +159,15 @@ def scale_by_factored_moment(
         def zeros(path: kinds.Path, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             axes = _axes(path)
             before = x.ndim - len(axes)
-            shape = dict(zip(axes, x.shape[before:], strict=True))
-            others = tuple(size for letter, size in shape.items() if letter != "D")
-            stack = x.shape[:before]
-            return (
-                jnp.zeros((*stack, shape["D"]), x.dtype),
-                jnp.zeros((*stack, *others), x.dtype),
-            )
+            d = before + axes.index("D")
+            rows = (*x.shape[:before], x.shape[d])
+            columns = (*x.shape[:d], *x.shape[d + 1 :])
+            return jnp.zeros(rows, x.dtype), jnp.zeros(columns, x.dtype)
 
-        rows, columns = _mapped_matrices(zeros, params)
+        rows, columns = _factors_of(zeros, params)
         whole = kinds.chosen(params, lambda path: not _is_matrix(path))
-        return FactoredMoment(
-            jnp.zeros((), jnp.int32), rows, columns, jax.tree.map(jnp.zeros_like, whole)
-        )
+        v = jax.tree.map(jnp.zeros_like, whole)
+        return FactoredMoment(jnp.zeros((), jnp.int32), rows, columns, v)
 
     def update(
         updates: Any,
@@ -194,13 +181,15 @@ def scale_by_factored_moment(
         def square(g: jax.Array) -> jax.Array:
             return rounded(g * g, zero) + epsilon
 
-        def averaged(
-            path: kinds.Path, g: jax.Array, old: tuple[jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array]:
+        def averaged(path: kinds.Path, g: jax.Array) -> tuple[jax.Array, jax.Array]:
             row, column = matrices.row_and_column_means(square(g), _axes(path))
-            return average(old[0], row, beta2, zero), average(old[1], column, beta2, zero)
+            row_name, column_name = _factor_names(path)
+            return (
+                average(_beside(state.rows, path, row_name), row, beta2, zero),
+                average(_beside(state.columns, path, column_name), column, beta2, zero),
+            )
 
-        rows, columns = _mapped_matrices(averaged, updates, (state.rows, state.columns))
+        rows, columns = _factors_of(averaged, updates)
         whole = kinds.chosen(updates, lambda path: not _is_matrix(path))
         v = jax.tree.map(lambda g, old: average(old, square(g), beta2, zero), whole, state.v)
         state = FactoredMoment(state.count + 1, rows, columns, v)

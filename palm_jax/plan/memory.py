@@ -73,7 +73,7 @@ def kept_axes(optimizer: config.Optimizer, axes: str) -> dict[str, tuple[str, ..
     """Axes of the arrays that the optimizer keeps of one parameter, by `moments`."""
     is_matrix = len(axes.removeprefix("N")) > 1
     match optimizer:
-        case config.Adafactor(factored=True) if is_matrix:
+        case config.Adafactor(factored=True) if is_matrix and "D" in axes:
             rows = "ND" if axes.startswith("N") else "D"
             return {"momentum": (axes,), "second_moment": (rows, axes.replace("D", ""))}
         case config.Muon():
