@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palm_jax import config, data
+from palm_jax import config, stream
 from palm_jax.errors import WrongInput
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -569,9 +569,9 @@ def test_linear_ramp_by_sequences_is_megatrons(start, increment, num, samples):
     assert ramp.starts[0] == 0
     consumed = step = 0
     while consumed <= samples + end:
-        size = data.batch_size(ramp, step)
+        size = stream.batch_size(ramp, step)
         assert size == bloom(consumed, start, end, increment, samples)
-        assert data.sequences_before(ramp, step) == consumed
+        assert stream.sequences_before(ramp, step) == consumed
         consumed, step = consumed + size, step + 1
     assert ramp.sizes[-1] == end
 
@@ -585,7 +585,7 @@ def test_linear_ramp_by_sequences_is_megatrons(start, increment, num, samples):
 def test_linear_ramp_by_steps_rises_in_equal_stretches(start, increment, num, steps):
     ramp = config.Ramp(start=start, end=start + num * increment, increment=increment, steps=steps)
     for step in range(steps + 2):
-        assert data.batch_size(ramp, step) == start + min(num, step * num // steps) * increment
+        assert stream.batch_size(ramp, step) == start + min(num, step * num // steps) * increment
 
 
 def test_ramp_of_bloom():
