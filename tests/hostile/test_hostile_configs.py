@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from palm_jax import config
+from palm_jax.config import explaining
 from palm_jax.errors import WrongInput
 from palm_jax.plan import flops, memory
 from palm_jax.sharding import RULES
@@ -38,7 +39,7 @@ MIXTURE = {
 }
 MIXED = SETTINGS | {"data": {"mixture": MIXTURE, "ramp": {"sizes": [8]}}}
 TEXT = yaml.safe_dump(SETTINGS)
-LEAVES = sorted(config._keys(config.Config))
+LEAVES = sorted(explaining.keys(config.Config))
 
 
 @pytest.fixture(scope="module")
