@@ -109,7 +109,7 @@ def test_checks_run_in_order_and_pytest_gets_the_arguments(sandbox):
         "-m ruff format --check",
         "-m ruff check",
         "-m mypy palm_jax",
-        "-m pytest -k one or two -x",
+        "-m pytest -n 2 --dist loadfile -k one or two -x",
     ]
 
 
@@ -248,7 +248,13 @@ def test_ci_uses_a_new_environment_and_removes_it(sandbox):
     assert made != sandbox.venv
     assert not made.exists()
     assert sandbox.venv.exists()
-    assert lines[-2:] == ["-m pytest", "-m pytest -m slow"]
+    quick, slow, apart = lines[-3:]
+    assert quick == "-m pytest -n 2 --dist loadfile"
+    # Every slow test once.
+    assert slow.startswith("-m pytest -m slow ")
+    assert slow.endswith(" --ignore=tests/supervise")
+    assert apart.startswith("-m pytest -m slow ")
+    assert apart.endswith(" tests/supervise")
 
 
 def test_ci_fails_when_a_slow_test_does(sandbox):
