@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections.abc
 import dataclasses
 import functools
@@ -162,8 +163,9 @@ class Corpus:
         index = self.index(split)
         first = sequence_id * self.sequence_length
         last = first + self.sequence_length + 1
-        begin = max(0, int(np.searchsorted(index.starts, first, side="right")) - 1)
-        end = int(np.searchsorted(index.starts[:-1], last, side="left"))
+        # Not np.searchsorted, which would copy a column of the file to have it in one piece.
+        begin = max(0, bisect.bisect_right(index.starts, first) - 1)
+        end = bisect.bisect_left(index.starts, last, hi=len(index.starts) - 1)
         starts = index.starts[begin : end + 1].tolist()
         if starts != sorted(set(starts)) or not starts[0] <= max(1, first) < starts[-1]:
             raise WrongInput(

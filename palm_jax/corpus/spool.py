@@ -282,4 +282,14 @@ def _frames(path: pathlib.Path) -> collections.abc.Iterator[bytes]:
 
 
 def token_array(record: Record, dtype: np.dtype) -> npt.NDArray[np.integer]:
+    """The tokens of a record.
+
+    Raises:
+      CannotDo: they are not as many as it says.
+    """
+    if memoryview(record.tokens).nbytes != record.num_tokens * dtype.itemsize:
+        raise CannotDo(
+            f"document {record.name[:200]!r} of a part is damaged: it has not the "
+            f"{record.num_tokens} tokens that it says; make that part again"
+        )
     return np.frombuffer(record.tokens, dtype)

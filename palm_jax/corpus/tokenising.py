@@ -123,6 +123,8 @@ def fill(folder: pathlib.Path, job: Job, tell: Progress) -> Journal:
             listing=_listing(source.units) if train else "",
         )
     writer = spool.Writer(folder, journal, job.memory_bytes)
+    if train:
+        writer.commit(journal)  # so that it need not be trained again
     tokenizer = tokenizers.open_tokenizer(folder, journal.recipe.tokenizer)
     _check_room(folder, job, source, tokenizer, tell)
     _add_all(writer, job, source, tokenizer, tell)

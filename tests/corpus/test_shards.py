@@ -14,7 +14,7 @@ import pytest
 from corpora import HELD_OUT, document, write_documents
 from hypothesis import given, settings
 
-from palm_jax.corpus import manifest, spool, tokenising
+from palm_jax.corpus import manifest, spool, tokenising, vocabulary
 from palm_jax.corpus.prepare import merge, prepare, prepare_part
 from palm_jax.corpus.reader import Corpus
 from palm_jax.corpus.spool import Record
@@ -350,6 +350,41 @@ def test_parts_take_one_tokenizer_and_train_none(tmp_path):
         pytest.raises(WrongInput, match=r"tokenizer\.model is not the tokenizer that"),
     ):
         corpus.decode(rows[0])
+
+
+def test_a_vocabulary_is_not_trained_again_after_an_interruption(tmp_path, monkeypatch):
+    given = options(write_documents(tmp_path / "documents", documents(40)))
+    given["tokenizer"] = "sentencepiece:train:285"
+    trained = []
+    original = vocabulary.train
+    monkeypatch.setattr(vocabulary, "train", lambda *args: trained.append(args) or original(*args))
+
+    def interrupt(stage, done, total):
+        if stage == "reading":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(out=tmp_path / "out", progress=interrupt, **given)
+    made = prepare(out=tmp_path / "out", **given)
+    assert len(trained) == 1
+    assert prepare(out=tmp_path / "straight", **given) == made
+    assert len(trained) == 2
+
+
+def test_a_record_that_has_not_the_tokens_it_says_is_refused(tmp_path):
+    given = options(write_documents(tmp_path / "documents", documents(10)))
+    prepare_part(out=tmp_path / "0", shard=0, shards=1, **given)
+    (record, *_) = spool.in_order([tmp_path / "0"], "train", tmp_path)
+    name = f"train-{record.key[0]:02x}.bucket"
+    (tmp_path / "0" / name).unlink()
+    text = (tmp_path / "0" / spool.JOURNAL).read_text()
+    journal = spool.Journal.model_validate_json(text)
+    files = {key: size for key, size in journal.files.items() if key != name}
+    writer = spool.Writer(tmp_path / "0", journal.model_copy(update={"files": files}))
+    writer.add("train", record._replace(num_tokens=record.num_tokens + 1))
+    writer.commit(writer.journal)
+    with pytest.raises(CannotDo, match=r"has not the .* tokens that it says"):
+        merge(parts=[tmp_path / "0"], out=tmp_path / "corpus")
 
 
 def test_room_is_said_before_it_starts_and_too_little_is_refused(tmp_path, monkeypatch):
