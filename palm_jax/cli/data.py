@@ -35,8 +35,8 @@ def prepare(
     source: Annotated[
         list[str],
         typer.Option(
-            help="stdlib, text:GLOB, jsonl:GLOB[:FIELD] (.gz and .zst, too), or "
-            "tfds:NAME[/CONFIG][:VERSION][@SPLIT][#FIELD]; may be given several times."
+            help="stdlib, text:GLOB, jsonl:GLOB or tfds:NAME, all forms of which are in "
+            "docs/data.md; may be given several times."
         ),
     ],
     out: Annotated[str, typer.Option(help="The corpus folder to write, or that of a part.")],
