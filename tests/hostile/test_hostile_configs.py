@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from palm_jax import config
-from palm_jax.config import explaining
+from palm_jax.config import explaining, reading
 from palm_jax.errors import WrongInput
 from palm_jax.plan import flops, memory
 from palm_jax.sharding import RULES
@@ -56,7 +56,7 @@ def load(path: pathlib.Path, *overrides: str) -> config.Config | None:
     # What can be said of it before it is trained.
     sizes = flops.num_parameters(loaded.model), memory.on_each_device(loaded, RULES).total
     assert all(float(size) > 0 for size in sizes)
-    assert config.from_dict(yaml.load(config.to_yaml(loaded), config._Loader)) == loaded
+    assert config.from_dict(yaml.load(config.to_yaml(loaded), reading._Loader)) == loaded
     return loaded
 
 
