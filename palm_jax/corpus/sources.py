@@ -64,20 +64,29 @@ class Unit(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextFile:
-    """A file that is one document, or several where a separator divides it."""
+class File:
+    """A unit that is a file."""
 
     name: str
     path: pathlib.Path
-    separator: bytes | None = None
 
     @property
     def num_bytes(self) -> int:
-        return size_of(self.path)
+        return self.path.stat().st_size if self.path.exists() else 0
 
     @property
     def stamp(self) -> str:
-        return stamp_of(self.path)
+        if not self.path.exists():
+            return "missing"
+        found = self.path.stat()
+        return f"{found.st_size}/{found.st_mtime_ns}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFile(File):
+    """A file that is one document, or several where a separator divides it."""
+
+    separator: bytes | None = None
 
     def documents(self) -> collections.abc.Iterator[tuple[Document, int]]:
         try:
@@ -93,20 +102,10 @@ class TextFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class JsonLines:
+class JsonLines(File):
     """A file with an object a line, each a document in its field `field`."""
 
-    name: str
-    path: pathlib.Path
     field: str
-
-    @property
-    def num_bytes(self) -> int:
-        return size_of(self.path)
-
-    @property
-    def stamp(self) -> str:
-        return stamp_of(self.path)
 
     def documents(self) -> collections.abc.Iterator[tuple[Document, int]]:
         try:
@@ -231,17 +230,6 @@ def split_stream(
         *whole, rest = (rest + chunk).split(separator)
         yield from whole
     yield rest
-
-
-def size_of(path: pathlib.Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def stamp_of(path: pathlib.Path) -> str:
-    if not path.exists():
-        return "missing"
-    found = path.stat()
-    return f"{found.st_size}/{found.st_mtime_ns}"
 
 
 def _standard_library(root: pathlib.Path) -> tuple[tuple[str, pathlib.Path], ...]:
