@@ -11,7 +11,7 @@ import collections.abc
 import hashlib
 import json
 import pathlib
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pydantic
 import yaml
@@ -218,8 +218,8 @@ def without_other_kinds(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _settings_of_kind(section: str, kind: object) -> set[str] | None:
     """Names of the settings of a kind of a section; None: there is no such kind."""
-    for model in Config.model_fields[section].annotation.__args__:  # type: ignore[union-attr]
-        if kind in model.model_fields[TAGS[section]].annotation.__args__:
+    for model in get_args(Config.model_fields[section].annotation):
+        if kind in get_args(model.model_fields[TAGS[section]].annotation):
             return set(model.model_fields)
     return None
 

@@ -90,13 +90,9 @@ class Tokenizer(Strict):
         return self.kind if self.model is None else f"{self.kind} {self.model.sha256}"
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> Literal["uint16", "uint32"]:
         """The smallest type that holds every id."""
-        return next(
-            name
-            for name in ("uint16", "uint32")
-            if self.vocabulary_size <= 2 ** int(name.removeprefix("uint"))
-        )
+        return "uint16" if self.vocabulary_size <= 2**16 else "uint32"
 
 
 class Split(Strict):

@@ -258,7 +258,7 @@ def _pack(
             np.dtype(described.dtype).newbyteorder("<"),
             recipe.sequence_length,
             shard_bytes,
-            lambda written, done=done: tell("writing", done + written, total),  # type: ignore[misc]
+            _counting_from(done, total, tell),
         )
         if split is None:
             raise _too_few(name, "no whole sequence once copies are dropped", recipe)
@@ -274,7 +274,7 @@ def _pack(
     made = Manifest(
         digest=manifest.corpus_digest(described, recipe.sequence_length, splits),
         tokenizer=described,
-        dtype=described.dtype,  # type: ignore[arg-type]
+        dtype=described.dtype,
         sequence_length=recipe.sequence_length,
         seed=recipe.seed,
         held_out=recipe.held_out,
@@ -297,6 +297,10 @@ def _pack(
     )
     manifest.write(place, made)
     return made
+
+
+def _counting_from(done: int, total: int, tell: Progress) -> collections.abc.Callable[[int], None]:
+    return lambda written: tell("writing", done + written, total)
 
 
 class _Astray:

@@ -35,7 +35,7 @@ _MOST_MODEL_BYTES = 256 * 2**20
 # decide between pieces that are nearly as likely.
 _MOST_CHARACTERS = 2**14
 # Generated when it is imported, so that no type checker knows what is in it.
-_ModelProto: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
+_ModelProto: Any = vars(sentencepiece_model_pb2)["ModelProto"]
 _TYPES = _ModelProto.SentencePiece
 
 

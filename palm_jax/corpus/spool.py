@@ -263,7 +263,7 @@ def _read(path: pathlib.Path) -> collections.abc.Iterator[Record]:
         *fields, name_bytes = _HEADER.unpack_from(content)
         end = _HEADER.size + name_bytes
         name = content[_HEADER.size : end].decode("utf-8", "surrogateescape")
-        yield Record(*fields, name, memoryview(content)[end:])  # type: ignore[call-arg]
+        yield Record._make((*fields, name, memoryview(content)[end:]))
 
 
 def _frames(path: pathlib.Path) -> collections.abc.Iterator[bytes]:
