@@ -1,15 +1,18 @@
-"""Causal multi-query attention (PaLM, section 2) in two ways: all heads share one key and value.
+"""Causal attention in two ways, whose heads share one key and value (PaLM, section 2) or several.
 
 `xla` writes all scores down, [B, H, L, S]. `splash` is the Pallas kernel for TPUs that ships
 with JAX: it goes through the scores block by block and keeps none. Scores and softmax are
 float32 both ways; the bits of their results differ.
 
-Letters as in model.py. Inside `jax.shard_map`, H is the number of this device's heads.
+Letters as in model.py. Inside `jax.shard_map`, H and G are the numbers of this device's heads,
+and of keys and values.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import collections.abc
+import functools
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +75,27 @@ def document_numbers(ids_BL: jax.Array, end_of_document: int) -> jax.Array:
     return jnp.cumsum(ends_BL, axis=1) - ends_BL
 
 
+class Given(NamedTuple):
+    """What else an attention takes account of; None: nothing of it."""
+
+    documents_BL: jax.Array | None = None  # as from `document_numbers`: a token sees its own only
+    slopes_H: jax.Array | None = None  # f32: what each head's scores lose per token of distance
+    kept_BHLS: jax.Array | None = None  # f32: what weights are multiplied by, for dropout
+
+
+NOTHING = Given()
+
+
+def _with_distance(
+    scores_HQS: jax.Array, slopes_H: jax.Array | None, queries_Q: np.ndarray
+) -> jax.Array:
+    """Scores [..., H, Q, S] less what their distances cost (ALiBi); Q: positions of queries."""
+    if slopes_H is None:
+        return scores_HQS
+    distance_QS = queries_Q[:, None] - np.arange(scores_HQS.shape[-1])
+    return scores_HQS - slopes_H[:, None, None] * distance_QS.astype(np.float32)
+
+
 def xla(
     query_BLHK: jax.Array, key_BSK: jax.Array, value_BSK: jax.Array, visible_BLS: jax.Array
 ) -> jax.Array:
@@ -80,13 +104,22 @@ def xla(
 
 
 def _xla_and_scores(
-    query_BLHK: jax.Array, key_BSK: jax.Array, value_BSK: jax.Array, visible_BLS: jax.Array
+    query_BLHK: jax.Array,
+    key_BSK: jax.Array,
+    value_BSK: jax.Array,
+    visible_BLS: jax.Array,
+    slopes_H: jax.Array | None = None,
+    kept_BHLS: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     scores_BHLS = jnp.einsum(
         "blhk,bsk->bhls", query_BLHK, key_BSK, preferred_element_type=jnp.float32
     )
+    scores_BHLS = _with_distance(scores_BHLS, slopes_H, np.arange(query_BLHK.shape[1]))
     scores_BHLS = jnp.where(visible_BLS[:, None], scores_BHLS, MASKED)
-    weights_BHLS = softmax(scores_BHLS).astype(value_BSK.dtype)
+    weights_BHLS = softmax(scores_BHLS)
+    if kept_BHLS is not None:
+        weights_BHLS = weights_BHLS * kept_BHLS
+    weights_BHLS = weights_BHLS.astype(value_BSK.dtype)
     return jnp.einsum("bhls,bsk->blhk", weights_BHLS, value_BSK), scores_BHLS
 
 
@@ -135,23 +168,57 @@ def attention(
     query_BLHK: jax.Array,
     key_BSK: jax.Array,
     value_BSK: jax.Array,
-    documents_BL: jax.Array | None,
+    given: Given = NOTHING,
     *,
     kind: Kind,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal multi-query attention [B, L, H, K], in the format of the inputs.
+    """Causal attention [B, L, H, K], in the format of the inputs.
 
     Args:
-      query_BLHK: the 1/sqrt(K) of the scores is already in it.
-      key_BSK, value_BSK: in the query's format.
-      documents_BL: as from `document_numbers`; given, a token sees its own document only.
+      query_BLHK: the scale of the scores is already in it.
+      key_BSK, value_BSK: in the query's format; one for all heads, or [B, S, G, K], each for
+        H/G neighbouring heads.
+      given: `splash` takes documents alone.
       kind: `splash` must run where all mesh axes are manual: XLA cannot cut a kernel.
       interpret: of `splash`: emulate the kernel, on any platform and slowly, for tests.
     """
+    if key_BSK.ndim == 4:
+        one = functools.partial(attention, kind=kind, interpret=interpret)
+        return _by_group(one, query_BLHK, key_BSK, value_BSK, given)
     if kind == "splash":
-        return splash(query_BLHK, key_BSK, value_BSK, documents_BL, interpret)
-    return xla(query_BLHK, key_BSK, value_BSK, visible(documents_BL, query_BLHK.shape[1]))
+        return splash(query_BLHK, key_BSK, value_BSK, given.documents_BL, interpret)
+    visible_BLS = visible(given.documents_BL, query_BLHK.shape[1])
+    arrays = query_BLHK, key_BSK, value_BSK, visible_BLS
+    return _xla_and_scores(*arrays, given.slopes_H, given.kept_BHLS)[0]
+
+
+def _by_group(
+    one: collections.abc.Callable[..., Any],
+    query_BLHK: jax.Array,
+    key_BSGK: jax.Array,
+    value_BSGK: jax.Array,
+    given: Given,
+) -> Any:
+    """Attention by `one`, which knows one key and value, of each group; what it shows is [G]."""
+    B, L, H, K = query_BLHK.shape
+    G = key_BSGK.shape[2]
+    documents_BL, slopes_H, kept_BHLS = given
+    # J: heads of one group.
+    slopes_GJ = None if slopes_H is None else slopes_H.reshape(G, H // G)
+    kept_BGJLS = (
+        None if kept_BHLS is None else kept_BHLS.reshape(B, G, H // G, *kept_BHLS.shape[2:])
+    )
+    places = (None, None if slopes_H is None else 0, None if kept_BHLS is None else 1)
+    found = jax.vmap(lambda q, k, v, given: one(q, k, v, Given(*given)), in_axes=(2, 2, 2, places))(
+        query_BLHK.reshape(B, L, G, H // G, K),
+        key_BSGK,
+        value_BSGK,
+        (documents_BL, slopes_GJ, kept_BGJLS),
+    )
+    heads_GBLJK, *shown = found if isinstance(found, tuple) else (found,)
+    heads_BLHK = jnp.moveaxis(heads_GBLJK, 0, 2).reshape(B, L, H, K)
+    return (heads_BLHK, *shown) if shown else heads_BLHK
 
 
 class Seen(NamedTuple):
@@ -171,7 +238,7 @@ def observed(
     query_BLHK: jax.Array,
     key_BSK: jax.Array,
     value_BSK: jax.Array,
-    documents_BL: jax.Array | None,
+    given: Given = NOTHING,
     *,
     kind: Kind,
     interpret: bool = False,
@@ -181,11 +248,16 @@ def observed(
     A few queries (Q) of the first sequence stand for all: the kernel shows no logits, and to go
     through them all once more would cost too much.
     """
+    if key_BSK.ndim == 4:
+        one = functools.partial(observed, kind=kind, interpret=interpret)
+        heads_BLHK, seen = _by_group(one, query_BLHK, key_BSK, value_BSK, given)
+        return heads_BLHK, Seen(jnp.max(seen.largest_logit), jnp.sum(seen.entropy))
     if kind == "splash":
-        heads_BLHK = splash(query_BLHK, key_BSK, value_BSK, documents_BL, interpret)
+        heads_BLHK = splash(query_BLHK, key_BSK, value_BSK, given.documents_BL, interpret)
     else:
-        visible_BLS = visible(documents_BL, query_BLHK.shape[1])
-        heads_BLHK, scores_BHLS = _xla_and_scores(query_BLHK, key_BSK, value_BSK, visible_BLS)
+        visible_BLS = visible(given.documents_BL, query_BLHK.shape[1])
+        arrays = query_BLHK, key_BSK, value_BSK, visible_BLS
+        heads_BLHK, scores_BHLS = _xla_and_scores(*arrays, given.slopes_H, given.kept_BHLS)
     query_LHK, key_SK = jax.lax.stop_gradient((query_BLHK[0], key_BSK[0]))
     L, H, K = query_LHK.shape
     queries_Q = observed_queries(L)
@@ -195,7 +267,11 @@ def observed(
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    first_BL = None if documents_BL is None else documents_BL[:1]
+    if given.slopes_H is not None:
+        scores_HQS = scores_XS.reshape(-1, H, L).swapaxes(0, 1)
+        scores_HQS = _with_distance(scores_HQS, given.slopes_H, queries_Q)
+        scores_XS = scores_HQS.swapaxes(0, 1).reshape(-1, L)
+    first_BL = None if given.documents_BL is None else given.documents_BL[:1]
     visible_XS = jnp.repeat(visible(first_BL, L)[0, queries_Q], H, axis=0)
     scores_XS = jnp.where(visible_XS, scores_XS, MASKED)
     peak_X = jnp.max(scores_XS, axis=-1)

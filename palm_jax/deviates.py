@@ -87,6 +87,16 @@ def inverse_error_function(x: jax.Array, zero: jax.Array | int) -> jax.Array:
     return x * jnp.where(w < 5.0, centre, tail)
 
 
+# The share of a normal deviate's probability that lies within two standard deviations.
+_WITHIN_TWO = 0.9544997361036416
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Odd multiples of 2^-23 in (-1, 1), exact."""
+    odd = (jax.random.bits(key, shape, jnp.uint32) >> 9).astype(jnp.int32) * 2 + (1 - 2**23)
+    return odd.astype(jnp.float32) * np.float32(2.0**-23)
+
+
 # Compiled on its own, so that Linen's check of a parameter's shape traces it once.
 @functools.partial(jax.jit, static_argnums=1)
 def normal(key: jax.Array, shape: tuple[int, ...], zero: jax.Array | int) -> jax.Array:
@@ -96,6 +106,11 @@ def normal(key: jax.Array, shape: tuple[int, ...], zero: jax.Array | int) -> jax
       key: a jax.random key.
       zero: i32[], 0, but not known to the compiler, as in `rounded`.
     """
-    odd = (jax.random.bits(key, shape, jnp.uint32) >> 9).astype(jnp.int32) * 2 + (1 - 2**23)
-    x = odd.astype(jnp.float32) * np.float32(2.0**-23)  # exact, in (-1, 1)
+    return inverse_error_function(_uniform(key, shape), zero) * np.float32(2**0.5)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def truncated_normal(key: jax.Array, shape: tuple[int, ...], zero: jax.Array | int) -> jax.Array:
+    """Deviates from N(0, 1) within two of its standard deviations; arguments as in `normal`."""
+    x = rounded(_uniform(key, shape) * np.float32(_WITHIN_TWO), zero)
     return inverse_error_function(x, zero) * np.float32(2**0.5)

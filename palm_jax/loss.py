@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from palm_jax.attention import MASKED
-from palm_jax.model import UNDIVIDED, Split
+from palm_jax.decoder.split import UNDIVIDED, Split
 
 
 class LossSums(NamedTuple):
@@ -30,10 +30,14 @@ def logits(
     unembedding_VD: jax.Array,
     vocabulary_size: int,
     split: Split = UNDIVIDED,
+    scale: float | None = None,
 ) -> jax.Array:
-    """Float32 scores [B, L, V], times 1/sqrt(D); the padding of the table can never win.
+    """Float32 scores [B, L, V], times `scale`; the padding of the table can never win.
 
     V is the part of the vocabulary that is here.
+
+    Args:
+      scale: None: 1/sqrt(D).
     """
     B, L, D = hidden_BLD.shape
     scores_TV = jax.lax.dot_general(
@@ -42,7 +46,7 @@ def logits(
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    scores_BLV = scores_TV.reshape(B, L, -1) * D**-0.5
+    scores_BLV = scores_TV.reshape(B, L, -1) * (D**-0.5 if scale is None else scale)
     return jnp.where(_ids_here(scores_BLV.shape[-1], split) >= vocabulary_size, MASKED, scores_BLV)
 
 
@@ -144,6 +148,7 @@ def sum_of_logits(
     unembedding_VD: jax.Array,
     vocabulary_size: int,
     split: Split = UNDIVIDED,
+    scale: float | None = None,
 ) -> jax.Array:
     """Sum of all tokens' logits over the part of the vocabulary that is here, f32[].
 
@@ -155,13 +160,13 @@ def sum_of_logits(
     is_padding_V = _ids_here(unembedding_VD.shape[0], split) >= vocabulary_size
     rows_VD = jnp.where(is_padding_V[:, None], 0, unembedding_VD.astype(jnp.float32))
     hidden_D = jnp.sum(hidden_BLD.astype(jnp.float32), axis=(0, 1))
-    return jnp.sum(hidden_D * jnp.sum(rows_VD, axis=0)) * D**-0.5
+    return jnp.sum(hidden_D * jnp.sum(rows_VD, axis=0)) * (D**-0.5 if scale is None else scale)
 
 
 def _chunk_sums(  # type: ignore[no-untyped-def]
-    hidden_BLD, unembedding_VD, targets_BL, weights_BL, vocabulary_size, split
+    hidden_BLD, unembedding_VD, targets_BL, weights_BL, vocabulary_size, split, scale
 ) -> tuple[LossSums, jax.Array]:
-    scores_BLV = logits(hidden_BLD, unembedding_VD, vocabulary_size, split)
+    scores_BLV = logits(hidden_BLD, unembedding_VD, vocabulary_size, split, scale)
     return sums_and_peaks(scores_BLV, targets_BL, weights_BL, split)
 
 
@@ -179,6 +184,7 @@ def chunked_sums(
     vocabulary_size: int,
     split: Split,
     length: int,
+    scale: float | None = None,
 ) -> LossSums:
     """`sums_by_sequence` of the logits, of which only `length` positions exist at once.
 
@@ -186,10 +192,10 @@ def chunked_sums(
     the table's gradient is added up in float32 whatever its type.
     """
     arrays = hidden_BLD, unembedding_VD, targets_BL, weights_BL
-    return chunked_sums_and_peaks(*arrays, vocabulary_size, split, length)[0]
+    return chunked_sums_and_peaks(*arrays, vocabulary_size, split, length, scale)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def chunked_sums_and_peaks(
     hidden_BLD: jax.Array,
     unembedding_VD: jax.Array,
@@ -198,6 +204,7 @@ def chunked_sums_and_peaks(
     vocabulary_size: int,
     split: Split,
     length: int,
+    scale: float | None = None,
 ) -> tuple[LossSums, jax.Array]:
     """`chunked_sums`, and the largest log Z as in `sums_and_peaks`."""
 
@@ -206,7 +213,7 @@ def chunked_sums_and_peaks(
     ) -> tuple[tuple[LossSums, jax.Array], None]:
         hidden, targets, weights = chunk
         sums, peaks_B = _chunk_sums(
-            hidden, unembedding_VD, targets, weights, vocabulary_size, split
+            hidden, unembedding_VD, targets, weights, vocabulary_size, split, scale
         )
         return (jax.tree.map(jnp.add, total[0], sums), jnp.maximum(total[1], peaks_B)), None
 
@@ -217,19 +224,23 @@ def chunked_sums_and_peaks(
 
 
 def _chunked_forward(  # type: ignore[no-untyped-def]
-    hidden_BLD, unembedding_VD, targets_BL, weights_BL, vocabulary_size, split, length
+    hidden_BLD, unembedding_VD, targets_BL, weights_BL, vocabulary_size, split, length, scale
 ):
     arrays = hidden_BLD, unembedding_VD, targets_BL, weights_BL
-    return chunked_sums_and_peaks(*arrays, vocabulary_size, split, length), arrays
+    return chunked_sums_and_peaks(*arrays, vocabulary_size, split, length, scale), arrays
 
 
-def _chunked_backward(vocabulary_size, split, length, saved, cotangents):  # type: ignore[no-untyped-def]
+def _chunked_backward(  # type: ignore[no-untyped-def]
+    vocabulary_size, split, length, scale, saved, cotangents
+):
     hidden_BLD, unembedding_VD, targets_BL, weights_BL = saved
 
     def pull(gradient_VD, chunk):  # type: ignore[no-untyped-def]
         hidden, targets, weights = chunk
         _, backward = jax.vjp(
-            lambda h, table: _chunk_sums(h, table, targets, weights, vocabulary_size, split)[0],
+            lambda h, table: _chunk_sums(h, table, targets, weights, vocabulary_size, split, scale)[
+                0
+            ],
             hidden,
             unembedding_VD,
         )

@@ -1,13 +1,17 @@
-"""PaLM's decoder (PaLM, section 2): parallel block, SwiGLU, multi-query attention, RoPE.
+"""The decoder: PaLM's (PaLM, section 2), and what its settings make of it.
+
+PaLM: parallel block, SwiGLU, multi-query attention, RoPE. Every other architecture is made of
+the same small pieces (decoder/).
 
 Training code sees two functions, `init` and `hidden`; parameters are a plain nested dict
 whose names end in the letters of their axes:
 
   B batch   L length (queries)   S length (keys)   N layers (leading axis of stacked leaves)
-  D model   H heads   K head size   F feed-forward   V vocabulary, padded
+  D model   H heads   G keys and values, each of H/G heads   K head size   F feed-forward
+  V vocabulary, padded
 
 A letter names a logical axis and never says how the axis is sharded; `sharding.py` has the
-one table that does. Where tensor parallelism divides H, F, V and the width of the residual
+one table that does. Where tensor parallelism divides H, G, F, V and the width of the residual
 stream (suffix `_BLd`: this device's part of D), a `split` says how parts meet; by default
 nothing is divided. The loss owns the unembedding.
 """
@@ -15,148 +19,22 @@ nothing is divided. The loss owns the unembedding.
 from __future__ import annotations
 
 import collections.abc
-import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from palm_jax import attention, config, deviates
+from palm_jax import attention, config
+from palm_jax.decoder import dropout, feed_forward, initial, positions
+from palm_jax.decoder.embedding import embed, with_positions
+from palm_jax.decoder.norms import normalise, normed
+from palm_jax.decoder.split import UNDIVIDED, Split
 
 Params = dict[str, Any]
 # (name of a kernel's place, inputs [T, I], kernel [I, O]) -> [T, O].
 Product = collections.abc.Callable[[str, jax.Array, jax.Array], jax.Array]
-
-
-class Split(Protocol):
-    """How the devices that share one model's heads, feed-forward and vocabulary work together."""
-
-    @property
-    def size(self) -> int:
-        """Into how many parts those axes are cut."""
-
-    def index(self) -> Any:
-        """Which part is here."""
-
-    def whole(self, x: jax.Array) -> jax.Array:
-        """[..., d] -> [..., D]: each device's part of the last axis."""
-
-    def summed(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., d]: the sum over devices, of which each keeps its part."""
-
-    def total(self, x: jax.Array) -> jax.Array:
-        """The sum over devices, on all of them."""
-
-    def maximum(self, x: jax.Array) -> jax.Array:
-        """The maximum over devices; not differentiated."""
-
-    def part(self, x: jax.Array) -> jax.Array:
-        """[D, ...] -> [d, ...]: this device's part of what all have."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Undivided:
-    """One device has all of it."""
-
-    size: int = 1
-
-    def index(self) -> int:
-        return 0
-
-    def whole(self, x: jax.Array) -> jax.Array:
-        return x
-
-    summed = total = maximum = part = whole
-
-
-UNDIVIDED = Undivided()
-
-
-EPSILON = 1e-6  # of the norms, as in the authors' inference code
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def embed(table_VD: jax.Array, ids_BL: jax.Array, split: Split = UNDIVIDED) -> jax.Array:
-    """Rows of the embedding [B, L, d]; a row's gradient is summed in float32 whatever its type.
-
-    A frequent token's row receives thousands of terms: bfloat16 would stop adding at 256.
-    """
-    if split.size == 1:
-        return table_VD[ids_BL]
-    # One device has a token's row, the others add zeros: exact in any order.
-    rows_BLD = table_VD.at[_rows_here(table_VD, ids_BL, split)].get(mode="fill", fill_value=0)
-    return split.summed(rows_BLD)
-
-
-def _rows_here(table_VD: jax.Array, ids_BL: jax.Array, split: Split) -> jax.Array:
-    """Where tokens' rows stand in this device's part of a table; past its end if elsewhere."""
-    num_rows = table_VD.shape[0]
-    rows_BL = ids_BL - split.index() * num_rows
-    return jnp.where((rows_BL >= 0) & (rows_BL < num_rows), rows_BL, num_rows)
-
-
-def _embed_forward(table_VD: jax.Array, ids_BL: jax.Array, split: Split) -> tuple[jax.Array, Any]:
-    return embed(table_VD, ids_BL, split), (table_VD, ids_BL)
-
-
-def _embed_backward(split: Split, saved: Any, cotangent_BLd: jax.Array) -> tuple[jax.Array, None]:
-    table_VD, ids_BL = saved
-    cotangent_BLD = split.whole(cotangent_BLd).astype(jnp.float32)
-    rows_BL = ids_BL if split.size == 1 else _rows_here(table_VD, ids_BL, split)
-    zeros_VD = jnp.zeros(table_VD.shape, jnp.float32)
-    gradient_VD = zeros_VD.at[rows_BL].add(cotangent_BLD, mode="drop")
-    return gradient_VD.astype(table_VD.dtype), None
-
-
-embed.defvjp(_embed_forward, _embed_backward)
-
-
-def normalise(x: jax.Array, kind: str, split: Split = UNDIVIDED) -> jax.Array:
-    """Root-mean-square norm, or layer norm, of the last axis, without a scale; float32.
-
-    Where `split` divides that axis, statistics are those of the whole of it.
-    """
-    x = x.astype(jnp.float32)
-    per_element = 1.0 / (x.shape[-1] * split.size)
-    if kind == "layernorm":
-        x = x - split.total(jnp.sum(x, axis=-1, keepdims=True)) * per_element
-    mean_square = split.total(jnp.sum(x * x, axis=-1, keepdims=True)) * per_element
-    return x * jax.lax.rsqrt(mean_square + EPSILON)
-
-
-@functools.cache
-def rotary_tables(length: int, head_size: int, base: float) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines f32[L, K/2] of the rotary angles; angles in float64.
-
-    bfloat16 angles would merge positions 256 and 257.
-    """
-    inverse_frequency = base ** (-np.arange(0, head_size, 2) / head_size)
-    angles = np.arange(length)[:, None] * inverse_frequency
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
-    """Rotary embedding over all dims, first half against second half; float32 in and out.
-
-    Source: RoFormer, section 3.2; half-split as in the authors' inference code.
-    """
-    cosine, sine = tables
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate(
-        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
-    )
-
-
-def _kernel(num_inputs: int, zero: jax.Array | int) -> nn.initializers.Initializer:
-    """N(0, 1/num_inputs), neither truncated nor averaged with the outputs (PaLM, section 2)."""
-
-    def initial(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
-        return (deviates.normal(key, shape, zero) * num_inputs**-0.5).astype(dtype)
-
-    return initial
 
 
 class Seen(NamedTuple):
@@ -166,7 +44,7 @@ class Seen(NamedTuple):
     """
 
     residual: jax.Array  # f32[N + 1]: squares of the stream before each layer, and after the last
-    branches: jax.Array  # f32[N]: squares of what each layer adds to it
+    branches: jax.Array  # f32[N]: squares of what each layer's branches add
     attention: attention.Seen  # f32[N]
 
 
@@ -175,8 +53,25 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
     return jnp.sum(x * x)
 
 
+def _plain_product(name: str, x_TI: jax.Array, w_IO: jax.Array) -> jax.Array:
+    return x_TI @ w_IO
+
+
+def _raised(x: jax.Array, alpha: float, branch: jax.Array) -> jax.Array:
+    """alpha x + branch, float32."""
+    return alpha * x.astype(jnp.float32) + branch.astype(jnp.float32)
+
+
 class Block(nn.Module):
-    """One layer: y = x + MLP(norm(x)) + Attention(norm(x)), with one shared norm."""
+    """One layer.
+
+    parallel   y = x + MLP(norm(x)) + Attention(norm(x)), with one shared norm
+    serial     x' = x + Attention(norm(x));        y = x' + MLP(norm(x'))
+    deepnorm   x' = norm(alpha x + Attention(x));  y = norm(alpha x' + MLP(x'))
+
+    Suffix _T...: all tokens of the microbatch as one axis, because XLA:CPU runs two-dimensional
+    products faster than the einsums they equal.
+    """
 
     settings: config.Model
     dtype: Any
@@ -189,89 +84,214 @@ class Block(nn.Module):
         self,
         x_BLd: jax.Array,
         documents_BL: jax.Array | None,
-        product: Product = lambda name, x_TI, w_IO: x_TI @ w_IO,
+        product: Product = _plain_product,
+        key: jax.Array | None = None,
     ) -> Any:
+        """
+        Args:
+          key: of this layer's dropout; None: nothing is dropped.
+        """
+        m = self.settings
+        attend = functools.partial(
+            self.attention, documents_BL=documents_BL, product=product, key=key
+        )
+        feed = functools.partial(self.feed_forward, product=product)
+        if m.block == "parallel":
+            normed_BLd = self.norm("norm", x_BLd)
+            attention_BLD, seen = attend(normed_BLd)
+            feed_forward_BLD = feed(normed_BLd)
+            outputs = ("attention", "down")
+            branches_BLd = self.branch(
+                feed_forward_BLD + attention_BLD, outputs, dropout.FEED_FORWARD, key
+            )
+            y_BLd = x_BLd + branches_BLd
+        elif m.block == "serial":
+            attention_BLD, seen = attend(self.norm("attention_norm", x_BLd))
+            first_BLd = self.branch(attention_BLD, ("attention",), dropout.ATTENTION, key)
+            between_BLd = x_BLd + first_BLd
+            feed_forward_BLD = feed(self.norm("feed_forward_norm", between_BLd))
+            second_BLd = self.branch(feed_forward_BLD, ("down",), dropout.FEED_FORWARD, key)
+            branches_BLd, y_BLd = first_BLd + second_BLd, between_BLd + second_BLd
+        else:
+            alpha = initial.deepnorm_alpha(m.num_layers)
+            attention_BLD, seen = attend(x_BLd)
+            first_BLd = self.branch(attention_BLD, ("attention",), dropout.ATTENTION, key)
+            between_BLd = self.norm("attention_norm", _raised(x_BLd, alpha, first_BLd))
+            feed_forward_BLD = feed(between_BLd)
+            second_BLd = self.branch(feed_forward_BLD, ("down",), dropout.FEED_FORWARD, key)
+            y_BLd = self.norm("feed_forward_norm", _raised(between_BLd, alpha, second_BLd))
+            branches_BLd = first_BLd + second_BLd
+        if not self.observed:
+            return y_BLd
+        return y_BLd, Seen(_sum_of_squares(x_BLd), _sum_of_squares(branches_BLd), seen)
+
+    def norm(self, name: str, x_BLd: jax.Array) -> jax.Array:
+        """The norm `name`, in the compute format."""
+        m = self.settings
+        scale_D = self.param(f"{name}_scale_D", nn.initializers.zeros, (m.width,))
+        bias_D = None
+        if m.biases and m.norm == "layernorm":
+            bias_D = self.param(f"{name}_bias_D", nn.initializers.zeros, (m.width,))
+        return normed(x_BLd, m.norm, scale_D, bias_D, self.split).astype(self.dtype)
+
+    def kernel(self, name: str, letters: str, shape: tuple[int, ...], fans: tuple[int, int]) -> Any:
+        """The kernel of the product `name`; `fans`: inputs and outputs on all devices."""
+        values = initial.kernel(self.settings, name, *fans, self.zero)
+        return self.param(f"w_{name}_{letters}", values, shape)
+
+    def biased(self, name: str, letters: str, y_TO: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """`y` plus the bias of the product `name`, if there are biases.
+
+        In float32, so that a bias's gradient is a float32 sum over tokens.
+        """
+        if not self.settings.biases:
+            return y_TO
+        bias = self.param(f"{name}_bias_{letters}", nn.initializers.zeros, shape)
+        return (y_TO.astype(jnp.float32) + bias.reshape(-1)).astype(y_TO.dtype)
+
+    def branch(
+        self, partial_BLD: jax.Array, products: tuple[str, ...], place: int, key: jax.Array | None
+    ) -> jax.Array:
+        """What a branch adds to the stream, from each device's term of its last products."""
+        added_BLd = self.split.summed(partial_BLD)
+        if self.settings.biases:
+            zeros, shape = nn.initializers.zeros, (self.settings.width,)
+            biases = [self.param(f"{name}_bias_D", zeros, shape) for name in products]
+            wide_BLd = added_BLd.astype(jnp.float32) + self.split.part(
+                functools.reduce(jnp.add, biases)
+            )
+            added_BLd = wide_BLd.astype(added_BLd.dtype)
+        return dropout.dropped(added_BLd, self.settings.dropout, key, place, self.split)
+
+    def attention(
+        self,
+        normed_BLd: jax.Array,
+        documents_BL: jax.Array | None,
+        product: Product,
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, Any]:
+        """This device's term of the attention's output [B, L, D], and what it shows if observed."""
         m, split = self.settings, self.split
         D, K = m.width, m.head_size
-        H, F = m.num_heads // split.size, m.feed_forward_size // split.size  # those here
-        B, L, d = x_BLd.shape
+        H = m.num_heads // split.size  # those here
+        B, L, d = normed_BLd.shape
         T = B * L
-        zeros, param, zero = nn.initializers.zeros, self.param, self.zero
-        norm_scale_D = param("norm_scale_D", zeros, (D,))
-        w_query_DHK = param("w_query_DHK", _kernel(D, zero), (D, H, K))
-        w_key_DK = param("w_key_DK", _kernel(D, zero), (D, K))
-        w_value_DK = param("w_value_DK", _kernel(D, zero), (D, K))
-        w_attention_HKD = param("w_attention_HKD", _kernel(m.num_heads * K, zero), (H, K, D))
-        w_gate_DF = param("w_gate_DF", _kernel(D, zero), (D, F))
-        w_up_DF = param("w_up_DF", _kernel(D, zero), (D, F))
-        w_down_FD = param("w_down_FD", _kernel(m.feed_forward_size, zero), (F, D))
-
-        # Scales are stored around zero, so that weight decay pulls them to one.
-        scale_d = 1.0 + split.part(norm_scale_D)
-        # Two-dimensional products: XLA:CPU runs them faster than the einsums they equal.
-        normed_Td = (normalise(x_BLd, m.norm, split) * scale_d).astype(self.dtype).reshape(T, d)
+        all_heads = m.num_heads * K
+        w_query_DHK = self.kernel("query", "DHK", (D, H, K), (D, all_heads))
+        normed_Td = normed_BLd.reshape(T, d)
         normed_TD = split.whole(normed_Td)
-        query_THK = product("query", normed_TD, w_query_DHK.reshape(D, H * K))
-        query_BLHK = query_THK.reshape(B, L, H, K)
-        # All heads share one key and one value: computed once, each device a part of D.
-        key_BSK = split.total(normed_Td @ split.part(w_key_DK)).reshape(B, L, K)
-        value_BSK = split.total(normed_Td @ split.part(w_value_DK)).reshape(B, L, K)
-        gate_TF = product("gate", normed_TD, w_gate_DF).astype(jnp.float32)
-        gate_TF = nn.silu(gate_TF).astype(self.dtype)
-        up_TF = product("up", normed_TD, w_up_DF)
-        feed_forward_TD = product("down", gate_TF * up_TF, w_down_FD)
+        query_TX = product("query", normed_TD, w_query_DHK.reshape(D, H * K))
+        query_TX = self.biased("query", "HK", query_TX, (H, K))  # X: heads and their size
+        query_BLHK = query_TX.reshape(B, L, H, K)
+        if m.num_key_value_heads == 1:
+            key_BSK, value_BSK = (
+                self.shared(name, normed_Td).reshape(B, L, K) for name in ("key", "value")
+            )
+            groups = None
+        else:
+            groups = m.num_key_value_heads // split.size
+            key_BSK, value_BSK = (
+                self.grouped(name, normed_TD, product).reshape(B, L, groups, K)
+                for name in ("key", "value")
+            )
+        w_attention_HKD = self.kernel("attention", "HKD", (H, K, D), (all_heads, D))
 
         query_BLHK, key_BSK = query_BLHK.astype(jnp.float32), key_BSK.astype(jnp.float32)
         if m.qk_norm:
-            query_scale_K = param("query_norm_scale_K", zeros, (K,))
-            key_scale_K = param("key_norm_scale_K", zeros, (K,))
+            zeros = nn.initializers.zeros
+            query_scale_K = self.param("query_norm_scale_K", zeros, (K,))
+            key_scale_K = self.param("key_norm_scale_K", zeros, (K,))
             query_BLHK = normalise(query_BLHK, "layernorm") * (1.0 + query_scale_K)
             key_BSK = normalise(key_BSK, "layernorm") * (1.0 + key_scale_K)
-        cosine_LK, sine_LK = rotary_tables(L, K, m.rope_base)
-        query_BLHK = rotate(query_BLHK, (cosine_LK[:, None], sine_LK[:, None])) * K**-0.5
-        key_BSK = rotate(key_BSK, (cosine_LK, sine_LK))
+        if m.positions == "rotary":
+            cosine_LK, sine_LK = positions.rotary_tables(L, K, m.rope_base)
+            by_head = cosine_LK[:, None], sine_LK[:, None]
+            query_BLHK = positions.rotate(query_BLHK, by_head)
+            key_BSK = positions.rotate(key_BSK, (cosine_LK, sine_LK) if groups is None else by_head)
+        query_BLHK = query_BLHK * m.score_scale
 
+        heads_H = split.index() * H + jnp.arange(H)
+        slopes_H = jnp.asarray(positions.alibi_slopes(m.num_heads))[heads_H]
+        given = attention.Given(
+            documents_BL,
+            slopes_H if m.positions == "alibi" else None,
+            dropout.kept_weights((B, L, L), heads_H, m.attention_dropout, key),
+        )
         attend: Any = attention.observed if self.observed else attention.attention
         attend = functools.partial(attend, kind=m.attention)
         if m.remat == "attention" and m.attention == "xla":  # splash keeps no scores
             attend = jax.checkpoint(attend)
-        heads_BLHK = attend(
-            query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, documents_BL
-        )
-        if self.observed:
-            heads_BLHK, seen = heads_BLHK
-        heads_TX = heads_BLHK.reshape(T, H * K)  # X: heads and their size as one axis
+        found = attend(query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, given)
+        heads_BLHK, seen = found if self.observed else (found, None)
+        heads_TX = heads_BLHK.reshape(T, H * K)
         attention_TD = product("attention", heads_TX, w_attention_HKD.reshape(H * K, D))
-        branches_BLd = split.summed(feed_forward_TD + attention_TD).reshape(B, L, d)
-        y_BLd = x_BLd + branches_BLd
-        if not self.observed:
-            return y_BLd
-        return y_BLd, Seen(_sum_of_squares(x_BLd), _sum_of_squares(branches_BLd), seen)
+        return attention_TD.reshape(B, L, D), seen
+
+    def shared(self, name: str, normed_Td: jax.Array) -> jax.Array:
+        """The one key or value of all heads [T, K]: computed once, each device a part of D."""
+        D, K = self.settings.width, self.settings.head_size
+        w_DK = self.kernel(name, "DK", (D, K), (D, K))
+        y_TK = self.split.total(normed_Td @ self.split.part(w_DK))
+        return self.biased(name, "K", y_TK, (K,))
+
+    def grouped(self, name: str, normed_TD: jax.Array, product: Product) -> jax.Array:
+        """Keys or values of this device's groups of heads, [T, G K]."""
+        m = self.settings
+        D, K, G = m.width, m.head_size, m.num_key_value_heads // self.split.size
+        w_DGK = self.kernel(name, "DGK", (D, G, K), (D, m.num_key_value_heads * K))
+        y_TX = product(name, normed_TD, w_DGK.reshape(D, G * K))
+        return self.biased(name, "GK", y_TX, (G, K))
+
+    def feed_forward(self, normed_BLd: jax.Array, product: Product) -> jax.Array:
+        """This device's term of the feed-forward's output, [B, L, D]."""
+        m, split = self.settings, self.split
+        D, F = m.width, m.feed_forward_size // split.size  # F: those here
+        B, L, d = normed_BLd.shape
+        into, out = (D, m.feed_forward_size), (m.feed_forward_size, D)
+        normed_TD = split.whole(normed_BLd.reshape(B * L, d))
+        gate_TF = None
+        if m.is_gated:
+            gate_TF = product("gate", normed_TD, self.kernel("gate", "DF", (D, F), into))
+            gate_TF = self.biased("gate", "F", gate_TF, (F,))
+        up_TF = product("up", normed_TD, self.kernel("up", "DF", (D, F), into))
+        up_TF = self.biased("up", "F", up_TF, (F,))
+        inner_TF = feed_forward.activated(m.activation, gate_TF, up_TF)
+        down_TD = product("down", inner_TF, self.kernel("down", "FD", (F, D), out))
+        return down_TD.reshape(B, L, D)
 
 
 def init(key: jax.Array, settings: config.Model, zero: jax.Array | int = 0) -> Params:
     """Float32 parameters; layers are stacked along a leading axis N.
 
-    The embedding is N(0, 1) and enters unscaled; the logits are multiplied by 1/sqrt(D).
-
     Args:
       zero: as in deviates.normal; 0 where bits may depend on how the arrays are cut.
     """
     key_embedding, key_unembedding, key_layers = jax.random.split(key, 3)
-    V, D, L = settings.padded_vocabulary_size, settings.width, settings.sequence_length
+    m = settings
+    V, D, L = m.padded_vocabulary_size, m.width, m.sequence_length
     # The kernel of splash wants a TPU and a mesh; shapes are the same without it.
-    block = Block(settings.model_copy(update={"attention": "xla"}), jnp.float32, zero=zero)
+    block = Block(m.model_copy(update={"attention": "xla"}), jnp.float32, zero=zero)
     x_BLD = jnp.zeros((1, L, D))
 
     def init_layer(key: jax.Array) -> Params:
         return dict(block.init(key, x_BLD, None)["params"])
 
     params: Params = {
-        "embedding_VD": deviates.normal(key_embedding, (V, D), zero),
-        "layers": jax.vmap(init_layer)(jax.random.split(key_layers, settings.num_layers)),
+        "embedding_VD": initial.table(key_embedding, (V, D), m, zero),
+        "layers": jax.vmap(init_layer)(jax.random.split(key_layers, m.num_layers)),
     }
-    if not settings.tied_embedding:
-        params["unembedding_VD"] = deviates.normal(key_unembedding, (V, D), zero)
+    if not m.tied_embedding:
+        params["unembedding_VD"] = initial.table(key_unembedding, (V, D), m, zero)
+    if m.positions == "learned":
+        key_positions = jax.random.fold_in(key_embedding, 1)
+        params["position_embedding_LD"] = initial.table(key_positions, (L, D), m, zero)
+    if m.embedding_norm:
+        params["embedding_norm_scale_D"] = jnp.zeros(D)
+        params["embedding_norm_bias_D"] = jnp.zeros(D)
+    if m.final_norm_scale:
+        params["final_norm_scale_D"] = jnp.zeros(D)
+        if m.biases and m.norm == "layernorm":
+            params["final_norm_bias_D"] = jnp.zeros(D)
     return params
 
 
@@ -291,8 +311,9 @@ def hidden(
     gather_layer: collections.abc.Callable[[Any], Params] = lambda layer: layer,
     layer_product: collections.abc.Callable[[Any], Product | None] = lambda layer: None,
     split: Split = UNDIVIDED,
+    key: jax.Array | None = None,
 ) -> jax.Array:
-    """The residual stream after the last layer and the final, scale-less norm, [B, L, d].
+    """The residual stream after the last layer and the final norm, [B, L, d].
 
     Args:
       params: as from `init`, heads, feed-forward and vocabulary as `split` cuts them;
@@ -304,10 +325,10 @@ def hidden(
         format. It is called inside the scan, so that only one layer is whole at a time.
       layer_product: how a layer multiplies by its large kernels, from the same; None: in the
         compute format.
+      key: of the microbatch's dropout (decoder/dropout.py); None: nothing is dropped.
     """
-    return _hidden(
-        params, ids_BL, settings, dtype, documents_BL, gather_layer, layer_product, split, False
-    )[0]
+    shared = settings, dtype, documents_BL, gather_layer, layer_product, split, key
+    return _hidden(params, ids_BL, *shared, observed=False)[0]
 
 
 def observed_hidden(
@@ -320,11 +341,11 @@ def observed_hidden(
     gather_layer: collections.abc.Callable[[Any], Params] = lambda layer: layer,
     layer_product: collections.abc.Callable[[Any], Product | None] = lambda layer: None,
     split: Split = UNDIVIDED,
+    key: jax.Array | None = None,
 ) -> tuple[jax.Array, Seen]:
     """`hidden`, and what the layers show of themselves."""
-    found, seen = _hidden(
-        params, ids_BL, settings, dtype, documents_BL, gather_layer, layer_product, split, True
-    )
+    shared = settings, dtype, documents_BL, gather_layer, layer_product, split, key
+    found, seen = _hidden(params, ids_BL, *shared, observed=True)
     assert seen is not None
     return found, seen
 
@@ -338,26 +359,56 @@ def _hidden(
     gather_layer: collections.abc.Callable[[Any], Params],
     layer_product: collections.abc.Callable[[Any], Product | None],
     split: Split,
+    key: jax.Array | None,
     observed: bool,
 ) -> tuple[jax.Array, Seen | None]:
-    block = Block(settings, dtype, split, observed=observed)
+    m = settings
+    block = Block(m, dtype, split, observed=observed)
 
     # A plain scan rather than Linen's lifted one: the gather and its own backward rule sit
     # visibly inside it, and compile time does not grow with depth.
-    def layer(x_BLd: jax.Array, stored: Any) -> tuple[jax.Array, Seen | None]:
-        product = layer_product(stored)
-        given = (x_BLd, documents_BL) if product is None else (x_BLd, documents_BL, product)
-        found: Any = block.apply({"params": gather_layer(stored)}, *given)
+    def layer(x_BLd: jax.Array, this: tuple[Any, Any]) -> tuple[jax.Array, Seen | None]:
+        stored, number = this
+        product = layer_product(stored) or _plain_product
+        layer_key = None if key is None else jax.random.fold_in(key, number)
+        params = {"params": gather_layer(stored)}
+        found: Any = block.apply(params, x_BLd, documents_BL, product, layer_key)
         return found if observed else (found, None)
 
-    if settings.remat in _REMAT_POLICIES:
-        layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[settings.remat], prevent_cse=False)
-    x_BLd = embed(params["embedding_VD"], ids_BL, split)
-    x_BLd, seen = jax.lax.scan(layer, x_BLd, params["layers"])
+    if m.remat in _REMAT_POLICIES:
+        layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[m.remat], prevent_cse=False)
+    x_BLd = _embedded(params, ids_BL, m, split, key)
+    numbers = None if key is None else jnp.arange(m.num_layers)
+    x_BLd, seen = jax.lax.scan(layer, x_BLd, (params["layers"], numbers))
     if seen is not None:
         last = _sum_of_squares(x_BLd)
         seen = seen._replace(residual=jnp.append(seen.residual, last))
-    return normalise(x_BLd, settings.norm, split).astype(dtype), seen
+    return _finished(params, x_BLd, m, split).astype(dtype), seen
+
+
+def _embedded(
+    params: Params, ids_BL: jax.Array, m: config.Model, split: Split, key: jax.Array | None
+) -> jax.Array:
+    """What enters the first layer, [B, L, d]."""
+    x_BLd = embed(params["embedding_VD"], ids_BL, split)
+    if m.embedding_scale != 1:
+        x_BLd = x_BLd * m.embedding_scale
+    if m.positions == "learned":
+        x_BLd = with_positions(x_BLd, params["position_embedding_LD"], split)
+    if m.embedding_norm:
+        given = params["embedding_norm_scale_D"], params["embedding_norm_bias_D"]
+        x_BLd = normed(x_BLd, "layernorm", *given, split).astype(x_BLd.dtype)
+    return dropout.dropped(x_BLd, m.embedding_dropout, key, dropout.EMBEDDING, split)
+
+
+def _finished(params: Params, x_BLd: jax.Array, m: config.Model, split: Split) -> jax.Array:
+    """The norm before the logits, f32[B, L, d]; PaLM's has no scale."""
+    if m.block == "deepnorm":
+        return x_BLd.astype(jnp.float32)
+    if not m.final_norm_scale:
+        return normalise(x_BLd, m.norm, split)
+    bias_D = params.get("final_norm_bias_D")
+    return normed(x_BLd, m.norm, params["final_norm_scale_D"], bias_D, split)
 
 
 def unembedding(params: Params) -> jax.Array:

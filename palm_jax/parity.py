@@ -16,7 +16,7 @@ import numpy as np
 
 from palm_jax import config, doctor, model, processes, sharding
 from palm_jax.errors import CannotDo
-from palm_jax.plan import flops
+from palm_jax.plan import parameters
 from palm_jax.step import Program, make_program
 from palm_jax.tpu import meshes
 
@@ -122,7 +122,7 @@ def examine(
 
 def left_out(settings: config.Config) -> str | None:
     """Why this process compares nothing for such a config; None: it does."""
-    count = flops.num_parameters(settings.model)
+    count = parameters.number(settings.model)
     if count > LARGEST:
         return f"{count:,} parameters are more than the {LARGEST:,} that a host computes in minutes"
     needed, (_, available) = count * BYTES, doctor.host_memory()

@@ -23,7 +23,9 @@ DATA_PARALLEL = ("data", "fsdp")  # device i of a pass = data index x fsdp size 
 RULES: dict[str, str | None] = {
     "N": None,  # layers are scanned, never cut
     "D": "fsdp",
+    "L": None,
     "H": "tensor",
+    "G": "tensor",
     "K": None,
     "F": "tensor",
     "V": "tensor",

@@ -38,6 +38,8 @@ from palm_jax import (
     sharding,
     vitals,
 )
+from palm_jax.decoder import dropout
+from palm_jax.decoder.split import UNDIVIDED, Split
 from palm_jax.precision import float8
 from palm_jax.precision import loss_scale as loss_scaling
 
@@ -81,9 +83,9 @@ def _gather(
     return whole
 
 
-def _split(order: reductions.Order) -> model.Split:
+def _split(order: reductions.Order) -> Split:
     size = jax.lax.axis_size("tensor")
-    return model.UNDIVIDED if size == 1 else reductions.OverTensor(size, order)
+    return UNDIVIDED if size == 1 else reductions.OverTensor(size, order)
 
 
 @jax.custom_vjp
@@ -126,9 +128,8 @@ def microbatch_losses(
       scales: of the products in float8, stacked over layers; None: all are in the compute
         format.
     """
-    return _microbatch(
-        params, tokens_BL, weights_B, settings, end_of_document, probes, scales, observed=False
-    )[0]
+    given = params, tokens_BL, weights_B, settings, end_of_document, probes, scales
+    return _microbatch(*given, key=None, observed=False)[0]
 
 
 def _microbatch(
@@ -139,9 +140,14 @@ def _microbatch(
     end_of_document: int,
     probes: model.Params | None,
     scales: float8.LayerScales | None,
+    key: jax.Array | None,
     observed: bool,
 ) -> tuple[loss.LossSums, vitals.Seen | None]:
-    """As `microbatch_losses`, with what the forward pass shows if it is `observed`."""
+    """As `microbatch_losses`, with what the forward pass shows if it is `observed`.
+
+    Args:
+      key: of the dropout; None: nothing is dropped.
+    """
     dtype = precision.compute_dtype(settings.precision)
     order = reductions.order_of(settings.numerics)
     split = _split(order)
@@ -165,10 +171,12 @@ def _microbatch(
             None if stored[2] is None else float8.product(stored[2], settings.precision, dtype)
         ),
         split=split,
+        key=key,
     )
     hidden_BLd, layers = found if observed else (found, None)
     hidden_BLD, table_VD = _gradients_together(split.whole(hidden_BLd), model.unembedding(whole))
     vocabulary_size, chunk = settings.model.vocabulary_size, settings.numerics.loss_chunk
+    logit_scale = settings.model.output_scale
     weights_BL = (
         None if weights_B is None else jnp.broadcast_to(weights_B[:, None], targets_BL.shape)
     )
@@ -177,15 +185,15 @@ def _microbatch(
             weights_BL = jnp.ones(targets_BL.shape, jnp.bool_)
         given: tuple[Any, ...] = hidden_BLD, table_VD, targets_BL, weights_BL, vocabulary_size
         of_chunks: Any = loss.chunked_sums_and_peaks if observed else loss.chunked_sums
-        sums = of_chunks(*given, split, chunk)
+        sums = of_chunks(*given, split, chunk, logit_scale)
     else:
-        logits_BLV = loss.logits(hidden_BLD, table_VD, vocabulary_size, split)
+        logits_BLV = loss.logits(hidden_BLD, table_VD, vocabulary_size, split, logit_scale)
         of_all: Any = loss.sums_and_peaks if observed else loss.sums_by_sequence
         sums = of_all(logits_BLV, targets_BL, weights_BL, split)
     if layers is None:
         return sums, None
     sums, peaks_B = sums
-    sum_of_logits = loss.sum_of_logits(hidden_BLD, table_VD, vocabulary_size, split)
+    sum_of_logits = loss.sum_of_logits(hidden_BLD, table_VD, vocabulary_size, split, logit_scale)
     return sums, vitals.of_microbatch(layers, peaks_B, sum_of_logits)
 
 
@@ -205,6 +213,7 @@ def gradients(
     tokens: jax.Array,
     settings: config.Config,
     end_of_document: int,
+    data_step: jax.Array | None = None,
     scale: jax.Array | None = None,
     scalings: float8.Scalings | None = None,
 ) -> Summed:
@@ -213,6 +222,7 @@ def gradients(
     Args:
       params: this device's slices, float32.
       tokens: i32[passes, 1, microbatch, L+1], this device's microbatch of each pass.
+      data_step: i32[]; with the seed it decides what dropout drops. None: nothing is dropped.
       scale: multiplies the objective where cotangents start; the gradient is still multiplied
         by it when it comes back.
       scalings: the train state's, under delayed float8.
@@ -225,15 +235,18 @@ def gradients(
     observed = settings.log.vitals == "all"
 
     def objective(
-        params: model.Params, probes: Any, slots: Any, tokens_BL: jax.Array
+        params: model.Params, probes: Any, slots: Any, tokens_BL: jax.Array, place: jax.Array
     ) -> tuple[jax.Array, tuple[loss.LossSums, vitals.Seen | None]]:
         scales: float8.LayerScales | None = None
         if scalings is not None:
             scales = {name: (scalings[name].scale, slot) for name, slot in slots.items()}
         elif settings.precision.policy == "float8":
             scales = {}
+        key = None
+        if settings.model.has_dropout and data_step is not None:
+            key = dropout.microbatch_key(settings.seed, data_step, place)
         by_sequence, seen = _microbatch(
-            params, tokens_BL, None, settings, end_of_document, probes, scales, observed
+            params, tokens_BL, None, settings, end_of_document, probes, scales, key, observed
         )
         sums = jax.tree.map(functools.partial(jnp.sum, axis=0), by_sequence)
         value = loss.objective(sums, settings.model.z_loss)
@@ -242,10 +255,11 @@ def gradients(
     def one_pass(one: tuple[jax.Array, jax.Array]) -> Any:
         tokens, number = one
         backward = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)
-        (gradient, words, amaxes), (sums, seen) = backward(params, probes, slots, tokens[0])
+        # Which of the batch's microbatches this is; it belongs to no mesh.
+        place = number * width + jax.lax.axis_index(sharding.DATA_PARALLEL)
+        (gradient, words, amaxes), (sums, seen) = backward(params, probes, slots, tokens[0], place)
         digests = None
         if probes is not None:
-            place = number * width + jax.lax.axis_index(sharding.DATA_PARALLEL)
             none = jnp.zeros((num_passes * width, 2), jnp.uint32)
             digests = none.at[place].set(reductions.probed(words))
         # Beside the gradient, whose sum over devices is in its gathers, sums of numbers.
@@ -307,11 +321,12 @@ def train_step(
     order = reductions.order_of(settings.numerics)
     zero = 0 if settings.numerics.reduction == "fast" else rounding.unknown_zero(state.step)
     matrices = reductions.MatrixReductions(order, zero)
-    rule = optimizer.build(settings.optimizer, matrices)
+    rule = optimizer.build(settings.optimizer, matrices, 1.0 / settings.model.width_multiple)
 
     params = precision.wide(state.params)
     scale = objective_scale(state, tokens, settings.precision)
-    summed = gradients(params, tokens, settings, end_of_document, scale, state.float8)
+    given = params, tokens, settings, end_of_document, state.step
+    summed = gradients(*given, scale, state.float8)
     sums, amaxes = summed.sums, summed.amaxes
     per_target = 1.0 / sums.targets.astype(jnp.float32)
     # Powers of two: multiplied and divided by, they leave the bits of a gradient as they are.
@@ -474,7 +489,7 @@ class Program:
             float8=remembered(
                 state.float8,
                 like.float8,
-                lambda: float8.init(precise, self.settings.model.num_layers),
+                lambda: float8.init(precise, self.settings.model),
             ),
         )
         return jax.tree.map(
@@ -531,7 +546,7 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
             params=params,
             optimizer=whole.init(params),
             loss_scale=loss_scaling.init(settings.precision),
-            float8=float8.init(settings.precision, settings.model.num_layers),
+            float8=float8.init(settings.precision, settings.model),
         )
 
     shapes = jax.eval_shape(fresh, np.int32(0))
@@ -572,7 +587,8 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
     def microbatch_digests(state: TrainState, tokens: jax.Array) -> jax.Array:
         params = precision.wide(state.params)
         scale = objective_scale(state, tokens, settings.precision)
-        summed = gradients(params, tokens, digesting, end_of_document, scale, state.float8)
+        given = params, tokens, digesting, end_of_document, state.step
+        summed = gradients(*given, scale, state.float8)
         assert summed.microbatch_digests is not None
         return summed.microbatch_digests
 

@@ -19,7 +19,7 @@ from palm_jax.corpus.corpora import open_corpus
 from palm_jax.corpus.joint import Contents
 from palm_jax.course import Course
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.plan import flops
+from palm_jax.plan import parameters
 from palm_jax.record import checkpoints as checkpoint_store
 from palm_jax.record import digests, environment, folder, lock, logbook, segments
 from palm_jax.record import mirror as mirroring
@@ -164,7 +164,7 @@ def _train_segment(
             "segment": segment.segment,
             "step": start,
             "steps": settings.steps,
-            "parameters": flops.num_parameters(settings.model),
+            "parameters": parameters.number(settings.model),
             "fingerprint": config.fingerprint(settings),
             "corpus_digest": corpus.manifest.digest,
             "settings_changed": {key: list(both) for key, both in changes.items()},

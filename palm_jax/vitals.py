@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from palm_jax import attention, config, model, optimizer, reductions, rounding
+from palm_jax.decoder.split import Split
 from palm_jax.sharding import DATA_PARALLEL, logical_axes
 
 Vitals = dict[str, jax.Array]
@@ -130,17 +131,24 @@ def of_update(
     return vitals
 
 
-def _group(path: jax.tree_util.KeyPath) -> str:
-    """layers, embedding or unembedding."""
+def _group(path: jax.tree_util.KeyPath, params: model.Params) -> str:
+    """layers, embedding or unembedding.
+
+    Norms and positions are grouped with the table that they stand by: alone, what begins at zero
+    would have no size that its update could be compared with.
+    """
     name = str(path[0].key)  # type: ignore[union-attr]
-    return name if name == "layers" else name.rpartition("_")[0]
+    if name == "layers":
+        return name
+    after = name.startswith(("unembedding", "final_norm")) and "unembedding_VD" in params
+    return "unembedding" if after else "embedding"
 
 
 def _by_group(params: model.Params, sums: list[jax.Array]) -> dict[str, jax.Array]:
     """Sums over matrices, added within each layer f32[N], and those of the tables f32[]."""
     groups: dict[str, list[jax.Array]] = {}
     for (path, _), one in zip(jax.tree_util.tree_leaves_with_path(params), sums, strict=True):
-        groups.setdefault(_group(path), []).append(one)
+        groups.setdefault(_group(path, params), []).append(one)
     added = {name: reductions.fold(jnp.stack(parts)) for name, parts in groups.items()}
     return {name: x if name == "layers" else x[0] for name, x in added.items()}
 
@@ -151,7 +159,8 @@ def _elements(params: model.Params) -> dict[str, int]:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         stacked = logical_axes(path, x.ndim).startswith("N")
         whole = reductions.whole_size(path, x) // (x.shape[0] if stacked else 1)
-        sizes[_group(path)] = sizes.get(_group(path), 0) + whole
+        group = _group(path, params)
+        sizes[group] = sizes.get(group, 0) + whole
     return sizes
 
 
@@ -190,7 +199,7 @@ def shares(gradient: model.Params, policy: str, matrices: reductions.MatrixReduc
 def of_rare_rows(
     gradient: model.Params,
     tokens: jax.Array,
-    split: model.Split,
+    split: Split,
     matrices: reductions.MatrixReductions,
 ) -> Vitals:
     """Norm of the embedding's gradient in the rows of rare tokens.
@@ -225,7 +234,7 @@ def of_step(
     gradient_norm: jax.Array,
     optimizer_before: Any,
     optimizer_after: Any,
-    split: model.Split,
+    split: Split,
     matrices: reductions.MatrixReductions,
 ) -> Vitals:
     """All of them.

@@ -78,7 +78,12 @@ def numpy_attention(inputs: Arrays, documents_BL: np.ndarray | None) -> Arrays:
 def attended(inputs: Arrays, documents_BL: jax.Array | None, *, kind: attention.Kind) -> Arrays:
     def attend(query_BLHK: jax.Array, key_BSK: jax.Array, value_BSK: jax.Array) -> jax.Array:
         return attention.attention(
-            query_BLHK, key_BSK, value_BSK, documents_BL, kind=kind, interpret=True
+            query_BLHK,
+            key_BSK,
+            value_BSK,
+            attention.Given(documents_BL),
+            kind=kind,
+            interpret=True,
         )
 
     heads_BLHK, backward = jax.vjp(attend, *inputs[1:])
@@ -266,8 +271,9 @@ def stacked(mesh: jax.sharding.Mesh, kind: attention.Kind, interpret: bool = Fal
 
     def attend(query_BLHK: Any, key_BSK: Any, value_BSK: Any, documents_BL: Any) -> jax.Array:
         def layer(heads_BLHK: jax.Array, _: None) -> tuple[jax.Array, None]:
+            given = attention.Given(documents_BL)
             seen_BLHK = attention.attention(
-                heads_BLHK, key_BSK, value_BSK, documents_BL, kind=kind, interpret=interpret
+                heads_BLHK, key_BSK, value_BSK, given, kind=kind, interpret=interpret
             )
             return heads_BLHK + seen_BLHK * seen_BLHK.shape[-1] ** -0.5, None
 

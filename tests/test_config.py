@@ -372,10 +372,27 @@ OTHER = {
     "model.vocabulary_size": "256",
     "model.vocabulary_multiple": "64",
     "model.sequence_length": "17",
+    "model.num_key_value_heads": "2",
+    "model.block": "serial",
     "model.norm": "layernorm",
+    "model.final_norm_scale": "true",
+    "model.biases": "true",
+    "model.activation": "geglu",
+    "model.positions": "alibi",
     "model.rope_base": "1e5",
     "model.tied_embedding": "false",
+    "model.embedding_norm": "true",
+    "model.embedding_scale": "2.0",
+    "model.logit_scale": "1.0",
     "model.qk_norm": "true",
+    "model.initialiser": "gpt2",
+    "model.initial_std": "0.01",
+    "model.embedding_std": "0.01",
+    "model.mup_base_width": "16",
+    "model.mup_base_head_size": "4",
+    "model.dropout": "0.1",
+    "model.attention_dropout": "0.1",
+    "model.embedding_dropout": "0.1",
     "model.isolate_documents": "true",
     "model.z_loss": "0",
     "model.attention": "splash",
@@ -472,8 +489,14 @@ def test_every_setting_is_in_the_table_of_other_values(small):
 
 @pytest.mark.parametrize("name", OTHER)
 def test_fingerprint_changes_with_every_setting_but_those_that_may_change(small, name):
-    # numerics.microbatch can only change where the batch has room for it.
-    common = ["numerics={lanes: 2, microbatch: 2}"] if name == "numerics.microbatch" else []
+    # Some settings can only change beside others.
+    common = {
+        "numerics.microbatch": ["numerics={lanes: 2, microbatch: 2}"],
+        "model.num_key_value_heads": ["model.num_heads=4"],
+        "model.initial_std": ["model.initialiser=gpt2"],
+        "model.mup_base_width": ["optimizer={name: adamw}"],
+        "model.mup_base_head_size": ["optimizer={name: adamw}", "model.mup_base_width=16"],
+    }.get(name, [])
     before = config.load(small, common)
     after = config.load(small, [*common, f"{name}={OTHER[name]}"])
     assert after != before

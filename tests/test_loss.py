@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palm_jax import loss, model, sharding, step
+from palm_jax.decoder import split
 
 Z_WEIGHT = 1e-4
 
@@ -353,7 +354,7 @@ def test_chunked_sums_and_gradients_are_those_of_all_logits_at_once(length):
         return loss.objective(jax.tree.map(jnp.sum, sums), 1e-2), sums
 
     def chunked(hidden, table):
-        sums = loss.chunked_sums(hidden, table, targets, weights, 17, model.UNDIVIDED, length)
+        sums = loss.chunked_sums(hidden, table, targets, weights, 17, split.UNDIVIDED, length)
         return loss.objective(jax.tree.map(jnp.sum, sums), 1e-2), sums
 
     gradients = [
@@ -369,7 +370,7 @@ def test_chunked_sums_never_hold_all_logits():
     hidden, table, targets, weights = chunk_inputs()
 
     def objective(hidden, table):
-        sums = loss.chunked_sums(hidden, table, targets, weights, 17, model.UNDIVIDED, 3)
+        sums = loss.chunked_sums(hidden, table, targets, weights, 17, split.UNDIVIDED, 3)
         return jnp.sum(sums.cross_entropy)
 
     text = jax.jit(jax.grad(objective, argnums=(0, 1))).lower(hidden, table).as_text()

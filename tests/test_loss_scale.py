@@ -176,7 +176,9 @@ def gradient_of(small):
         program = program_for(settings)
         params, batch = program.init().params, program.put(tokens_of(settings, 0))
         mapped = jax.shard_map(
-            lambda params, tokens, scale: step.gradients(params, tokens, settings, 256, scale)[0],
+            lambda params, tokens, scale: step.gradients(
+                params, tokens, settings, 256, scale=scale
+            )[0],
             mesh=program.mesh,
             in_specs=jax.sharding.PartitionSpec(),
             out_specs=jax.sharding.PartitionSpec(),

@@ -1,4 +1,4 @@
-"""The model against a NumPy float64 reading of the paper, written with loops.
+"""The model against formulas.py, a NumPy reading of the papers written with loops.
 
 Letters as in model.py.
 """
@@ -10,6 +10,7 @@ import math
 import pathlib
 from typing import Any
 
+import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palm_jax import attention, config, loss, model, precision, sharding, step
-from palm_jax.plan import flops
+from palm_jax.decoder import embedding, norms, positions
+from palm_jax.plan import parameters
 
 # All sizes differ, so that no two axes can be taken for one another.
 SIZES = {"N": 3, "D": 20, "H": 2, "K": 6, "F": 28, "V": 40}
@@ -27,6 +29,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "palm": {},
     "layernorm": {"norm": "layernorm", "tied_embedding": False, "rope_base": 50.0},
     "qk_norm": {"qk_norm": True, "isolate_documents": True},
+    "gpt": {
+        "block": "serial",
+        "norm": "layernorm",
+        "final_norm_scale": True,
+        "biases": True,
+        "num_key_value_heads": SIZES["H"],
+        "activation": "relu",
+        "positions": "learned",
+        "logit_scale": 0.3,
+    },
+    "grouped": {
+        "num_heads": 6,
+        "num_key_value_heads": 3,
+        "positions": "alibi",
+        "activation": "gelu",
+        "embedding_norm": True,
+        "embedding_scale": 0.5,
+        "isolate_documents": True,
+        "biases": True,
+    },
+    "deepnorm": {
+        "block": "deepnorm",
+        "num_key_value_heads": SIZES["H"],
+        "activation": "geglu",
+        "norm": "layernorm",
+        "qk_norm": True,
+        "positions": "none",
+        "mup_base_width": 10,
+        "mup_base_head_size": 3,
+        "logit_scale": 0.5,
+    },
 }
 IDS_BL = np.random.default_rng(1).integers(0, WORDS, (2, LENGTH + 1)).astype(np.int32)
 END = int(IDS_BL[0, 3])  # so that a document ends inside the first row
@@ -72,87 +105,6 @@ def in_float64(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
-# --- the paper's formulas in NumPy --------------------------------------------------------
-
-
-def numpy_norm(x: np.ndarray, kind: str) -> np.ndarray:
-    if kind == "layernorm":
-        x = x - x.mean(axis=-1, keepdims=True)
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6)
-
-
-def numpy_rotary(x: np.ndarray, base: float) -> np.ndarray:
-    """Pair (j, j + K/2) is a complex number turned by position x base^(-2j/K) radians."""
-    half = x.shape[-1] // 2
-    turned = np.empty_like(x)
-    for position in range(x.shape[1]):
-        for j in range(half):
-            turn = np.exp(1j * position * base ** (-2 * j / x.shape[-1]))
-            pair = (x[:, position, ..., j] + 1j * x[:, position, ..., j + half]) * turn
-            turned[:, position, ..., j] = pair.real
-            turned[:, position, ..., j + half] = pair.imag
-    return turned
-
-
-def numpy_hidden(
-    params: Any, ids_BL: np.ndarray, m: config.Model, documents_BL: np.ndarray | None = None
-) -> np.ndarray:
-    x_BLD = params["embedding_VD"][ids_BL]
-    for number in range(m.num_layers):
-        w = {name: leaf[number] for name, leaf in params["layers"].items()}
-        normed_BLD = numpy_norm(x_BLD, m.norm) * (1 + w["norm_scale_D"])
-        query_BLHK = np.einsum("bld,dhk->blhk", normed_BLD, w["w_query_DHK"])
-        key_BSK = np.einsum("bsd,dk->bsk", normed_BLD, w["w_key_DK"])
-        value_BSK = np.einsum("bsd,dk->bsk", normed_BLD, w["w_value_DK"])
-        if m.qk_norm:
-            query_BLHK = numpy_norm(query_BLHK, "layernorm") * (1 + w["query_norm_scale_K"])
-            key_BSK = numpy_norm(key_BSK, "layernorm") * (1 + w["key_norm_scale_K"])
-        query_BLHK = numpy_rotary(query_BLHK, m.rope_base)
-        key_BSK = numpy_rotary(key_BSK, m.rope_base)
-
-        heads_BLHK = np.zeros_like(query_BLHK)
-        for b, t, h in np.ndindex(query_BLHK.shape[:3]):
-            seen = [
-                s
-                for s in range(t + 1)
-                if documents_BL is None or documents_BL[b, s] == documents_BL[b, t]
-            ]
-            scores = key_BSK[b, seen] @ query_BLHK[b, t, h] / math.sqrt(m.head_size)
-            weights = np.exp(scores - scores.max())
-            heads_BLHK[b, t, h] = (weights / weights.sum()) @ value_BSK[b, seen]
-
-        gate_BLF = normed_BLD @ w["w_gate_DF"]
-        swish_BLF = gate_BLF / (1 + np.exp(-gate_BLF))
-        feed_forward_BLD = (swish_BLF * (normed_BLD @ w["w_up_DF"])) @ w["w_down_FD"]
-        attention_BLD = np.einsum("blhk,hkd->bld", heads_BLHK, w["w_attention_HKD"])
-        x_BLD = x_BLD + feed_forward_BLD + attention_BLD
-    return numpy_norm(x_BLD, m.norm)
-
-
-def numpy_logits(hidden_BLD: np.ndarray, params: Any, m: config.Model) -> np.ndarray:
-    table_VD = params["embedding_VD" if m.tied_embedding else "unembedding_VD"]
-    return hidden_BLD @ table_VD[: m.vocabulary_size].T / math.sqrt(m.width)
-
-
-def numpy_documents(ids_BL: np.ndarray, m: config.Model) -> np.ndarray | None:
-    if not m.isolate_documents:
-        return None
-    numbers_BL = np.zeros(ids_BL.shape, np.int64)
-    for b, t in np.ndindex(ids_BL.shape):
-        numbers_BL[b, t] = list(ids_BL[b, :t]).count(END)
-    return numbers_BL
-
-
-def numpy_objective(params: Any, m: config.Model) -> float:
-    """Sum of cross-entropy and z-loss over the targets of IDS_BL."""
-    inputs_BL, targets_BL = IDS_BL[:, :-1], IDS_BL[:, 1:]
-    hidden_BLD = numpy_hidden(params, inputs_BL, m, numpy_documents(inputs_BL, m))
-    logits_BLV = numpy_logits(hidden_BLD, params, m)
-    log_z_BL = np.log(np.exp(logits_BLV).sum(axis=-1))
-    target_BL = np.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
-    return float((log_z_BL - target_BL + Z_WEIGHT * log_z_BL**2).sum())
-
-
 # --- the same through the package ---------------------------------------------------------
 
 
@@ -163,7 +115,9 @@ def objective(
     inputs_BL, targets_BL = jnp.asarray(IDS_BL[:, :-1]), jnp.asarray(IDS_BL[:, 1:])
     documents_BL = attention.document_numbers(inputs_BL, END) if m.isolate_documents else None
     hidden_BLD = model.hidden(params, inputs_BL, settings=m, dtype=dtype, documents_BL=documents_BL)
-    logits_BLV = loss.logits(hidden_BLD, model.unembedding(params), m.vocabulary_size)
+    logits_BLV = loss.logits(
+        hidden_BLD, model.unembedding(params), m.vocabulary_size, scale=m.output_scale
+    )
     sums_B = loss.sums_by_sequence(logits_BLV, targets_BL)
     sums = jax.tree.map(jnp.sum, sums_B)
     return loss.objective(sums, Z_WEIGHT), (hidden_BLD, logits_BLV)
@@ -182,13 +136,16 @@ def test_hidden_states_and_logits_are_those_of_the_papers_formulas(options):
     (value, (hidden_BLD, logits_BLV)), _ = evaluated(m)
     params = in_float64(random_params(m))
     inputs_BL = IDS_BL[:, :-1]
-    expected_BLD = numpy_hidden(params, inputs_BL, m, numpy_documents(inputs_BL, m))
+    documents_BL = formulas.documents(inputs_BL, END) if m.isolate_documents else None
+    expected_BLD = formulas.hidden(params, inputs_BL, m, documents_BL)
     # Normalised values are about 1, float32 is good to 6e-8, and three layers with sums of
     # up to 28 products each lose a factor of some ten.
     np.testing.assert_allclose(hidden_BLD, expected_BLD, rtol=0, atol=1e-5)
-    expected_BLV = numpy_logits(expected_BLD, params, m)
+    expected_BLV = formulas.logits(expected_BLD, params, m)
     np.testing.assert_allclose(logits_BLV[..., :WORDS], expected_BLV, rtol=0, atol=1e-5)
-    assert float(value) == pytest.approx(numpy_objective(params, m), rel=1e-5)
+    assert float(value) == pytest.approx(
+        formulas.objective(params, IDS_BL, m, END, Z_WEIGHT), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -197,6 +154,7 @@ def test_gradients_are_the_slopes_of_the_papers_formulas(options):
     _, gradients = evaluated(m)
     params = in_float64(random_params(m))
     leaves, structure = jax.tree.flatten(params)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     rng = np.random.default_rng(3)
     for index, gradient in enumerate(jax.tree.leaves(gradients)):
         direction = rng.normal(size=leaves[index].shape)
@@ -204,11 +162,19 @@ def test_gradients_are_the_slopes_of_the_papers_formulas(options):
         for sign in (1, -1):
             moved = list(leaves)
             moved[index] = leaves[index] + sign * 1e-5 * direction
-            sides.append(numpy_objective(jax.tree.unflatten(structure, moved), m))
+            sides.append(
+                formulas.objective(jax.tree.unflatten(structure, moved), IDS_BL, m, END, Z_WEIGHT)
+            )
         slope = (sides[0] - sides[1]) / 2e-5
         # Terms of either sign cancel in the slope: what counts is the error against them.
         size = float(np.linalg.norm(np.asarray(gradient, np.float64) * direction))
-        assert float(np.sum(gradient * direction)) == pytest.approx(slope, abs=3e-5 * size)
+        found = float(np.sum(gradient * direction))
+        if paths[index][-1].key.startswith("key_bias") and m.positions != "rotary":
+            # It shifts all scores of a query alike, which softmax does not see.
+            assert abs(found) < 1e-6
+            assert abs(slope) < 1e-6
+            continue
+        assert found == pytest.approx(slope, abs=3e-5 * size)
         assert size > 0
 
 
@@ -337,14 +303,14 @@ def test_isolated_documents_do_not_change_each_others_logits(small, monkeypatch,
 
 
 def test_rotary_frequencies_fall_from_one_to_almost_the_base():
-    cosine_LK, sine_LK = model.rotary_tables(2, 256, 10000.0)
+    cosine_LK, sine_LK = positions.rotary_tables(2, 256, 10000.0)
     frequency_K = np.arctan2(sine_LK[1], cosine_LK[1])
     assert frequency_K.shape == (128,)
     assert frequency_K[[0, 1, -1]] == pytest.approx([1, 0.930572, 1.07461e-4], rel=1e-5)
 
 
 def test_rotary_angles_are_not_rounded_at_far_positions():
-    cosine_LK, sine_LK = model.rotary_tables(2048, 256, 10000.0)
+    cosine_LK, sine_LK = positions.rotary_tables(2048, 256, 10000.0)
     assert cosine_LK.dtype == sine_LK.dtype == np.float32
     far = [256, 257, 2047]
     assert cosine_LK[far, 0] == pytest.approx([-0.0398, 0.8193, 0.2497], abs=5e-5)
@@ -368,13 +334,13 @@ def test_bfloat16_activations_tell_position_256_from_257(monkeypatch):
     for row, position in enumerate((256, 257)):
         documents_BL[row, [0, position]] = 1
     seen: list[jax.Array] = []
-    rotate = model.rotate
+    rotate = positions.rotate
 
     def spy(x, tables):
         seen.extend([x, *tables])
         return rotate(x, tables)
 
-    monkeypatch.setattr(model, "rotate", spy)
+    monkeypatch.setattr(positions, "rotate", spy)
     hidden_BLD = quick_jit(
         lambda params, documents_BL: model.hidden(
             params, ids_BL, settings=m, dtype=jnp.bfloat16, documents_BL=documents_BL
@@ -383,7 +349,7 @@ def test_bfloat16_activations_tell_position_256_from_257(monkeypatch):
     assert {x.dtype for x in seen} == {np.dtype(np.float32)}
     assert hidden_BLD.dtype == jnp.bfloat16
     found = [np.asarray(hidden_BLD[row, 256 + row], np.float64) for row in (0, 1)]
-    reference_BLD = numpy_hidden(in_float64(params), ids_BL, m, documents_BL)
+    reference_BLD = formulas.hidden(in_float64(params), ids_BL, m, documents_BL)
     expected = [reference_BLD[row, 256 + row] for row in (0, 1)]
     difference = expected[1] - expected[0]
     # bfloat16 has eight bits, so values near 1 are off by some 0.01.
@@ -418,10 +384,10 @@ def test_loss_and_gradient_divide_no_array_by_a_sum_over_its_row(options):
 @pytest.mark.parametrize("kind", ["rms", "layernorm"])
 def test_norms_of_bfloat16_are_computed_in_float32(kind):
     x = jnp.asarray(np.random.default_rng(0).normal(3.0, 5.0, size=(4, 300)), jnp.bfloat16)
-    found = jax.jit(model.normalise, static_argnums=1)(x, kind)
+    found = jax.jit(norms.normalise, static_argnums=1)(x, kind)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, numpy_norm(in_float64(x), kind), rtol=0, atol=2e-6)
-    assert (np.asarray(model.normalise(np.zeros((1, 4)), kind)) == 0).all()
+    np.testing.assert_allclose(found, formulas.norm(in_float64(x), kind), rtol=0, atol=2e-6)
+    assert (np.asarray(norms.normalise(np.zeros((1, 4)), kind)) == 0).all()
 
 
 def test_a_frequent_tokens_gradient_is_summed_in_float32():
@@ -429,7 +395,7 @@ def test_a_frequent_tokens_gradient_is_summed_in_float32():
     ids_BL[0, 0] = 2
 
     def total(table_VD):
-        return jnp.sum(model.embed(table_VD, ids_BL).astype(jnp.float32))
+        return jnp.sum(embedding.embed(table_VD, ids_BL).astype(jnp.float32))
 
     gradient_VD = jax.jit(jax.grad(total))(np.ones((3, 2), jnp.bfloat16))
     assert gradient_VD.dtype == jnp.bfloat16
@@ -448,7 +414,7 @@ def test_bfloat16_compute_stays_near_float64():
     value, (hidden_BLD, logits_BLV) = quick_jit(run)(low)
     assert hidden_BLD.dtype == jnp.bfloat16
     assert logits_BLV.dtype == value.dtype == jnp.float32
-    expected_BLD = numpy_hidden(in_float64(params), IDS_BL[:, :-1], m)
+    expected_BLD = formulas.hidden(in_float64(params), IDS_BL[:, :-1], m)
     error = np.asarray(hidden_BLD, np.float64) - expected_BLD
     # Every product and sum is rounded to eight bits, some forty times a layer.
     assert math.sqrt((error**2).mean()) < 0.03
@@ -466,7 +432,7 @@ def test_the_letters_of_a_name_are_the_axes_of_the_array(options):
     m = model_settings(**OPTIONS[options])
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes(m)):
         letters = ("N" if path[0].key == "layers" else "") + path[-1].key.rpartition("_")[2]
-        assert leaf.shape == tuple(SIZES[letter] for letter in letters)
+        assert leaf.shape == tuple(parameters.sizes(m)[letter] for letter in letters)
         assert leaf.dtype == jnp.float32
 
 
@@ -496,11 +462,21 @@ def num_elements(m: config.Model) -> int:
     tied_embedding=st.booleans(),
     qk_norm=st.booleans(),
     norm=st.sampled_from(["rms", "layernorm"]),
+    block=st.sampled_from(["parallel", "serial", "deepnorm"]),
+    biases=st.booleans(),
+    activation=st.sampled_from(["swiglu", "geglu", "gelu", "relu"]),
+    positions=st.sampled_from(["rotary", "learned", "alibi", "none"]),
+    embedding_norm=st.booleans(),
+    final_norm_scale=st.booleans(),
+    is_multi_head=st.booleans(),
 )
-@settings(max_examples=15)
-def test_the_arrays_hold_as_many_parameters_as_planned(**changes):
-    m = model_settings(**changes)
-    assert num_elements(m) == flops.num_parameters(m, padded=True)
+@settings(max_examples=25)
+def test_the_arrays_hold_as_many_parameters_as_planned(is_multi_head, **changes):
+    if changes["block"] == "deepnorm":
+        changes["final_norm_scale"] = False
+    groups = changes["num_heads"] if is_multi_head else 1
+    m = model_settings(**changes, num_key_value_heads=groups)
+    assert num_elements(m) == parameters.number(m, padded=True)
 
 
 @pytest.mark.parametrize(
@@ -586,14 +562,16 @@ def test_initial_bits_do_not_depend_on_the_mesh():
 # --- number formats -----------------------------------------------------------------------
 
 
-def test_only_norm_scales_stay_float32_in_bfloat16_compute():
+def test_all_but_kernels_and_tables_of_tokens_stay_float32_in_bfloat16_compute():
     formats = {
         name: precision.parameter_compute_dtype(name, jnp.dtype(jnp.bfloat16)).name
         for m in (model_settings(**options) for options in OPTIONS.values())
         for name in (path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes(m)))
     }
-    kept = {name for name, dtype in formats.items() if dtype == "float32"}
-    assert kept == {"norm_scale_D", "query_norm_scale_K", "key_norm_scale_K"}
+    narrow = {name for name, dtype in formats.items() if dtype == "bfloat16"}
+    tables = {"embedding_VD", "unembedding_VD"}
+    assert narrow == tables | {name for name in formats if name.startswith("w_")}
+    assert len(set(formats) - narrow) == 18
     assert set(formats.values()) == {"float32", "bfloat16"}
 
 

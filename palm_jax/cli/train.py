@@ -24,7 +24,7 @@ from palm_jax.cli.terms import (
     print_json,
 )
 from palm_jax.errors import WrongInput
-from palm_jax.plan import memory
+from palm_jax.plan import memory, parameters
 from palm_jax.supervise import worker
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -155,13 +155,13 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
         {"start_step": start, "batch_size": size, "tokens": count}
         for start, size, count in zip(ramp.starts, ramp.sizes, tokens, strict=True)
     ]
-    parameters = flops.num_parameters(settings.model)
+    num_parameters = parameters.number(settings.model)
     on_device = memory.on_each_device(settings, sharding.RULES)
     mesh = settings.mesh
     if as_json:
         print_json(
             {
-                "parameters": parameters,
+                "parameters": num_parameters,
                 "tokens": sum(tokens),
                 "stages": stages,
                 "mesh": {
@@ -187,7 +187,7 @@ def _dry_run(settings: config.Config, run: str | None, as_json: bool) -> None:
         )
         return
     print(config.to_yaml(settings))
-    print(f"{parameters:,} parameters")
+    print(f"{num_parameters:,} parameters")
     for stage in stages:
         print(
             f"from step {stage['start_step']}: {stage['batch_size']} sequences a step, "
@@ -239,15 +239,16 @@ def _mesh_table(
     title = f"mesh: {product} = {_num_devices(mesh):,} device{'s' * (_num_devices(mesh) > 1)}"
     if num_processes is not None:
         title += f", {_num_devices(mesh) // num_processes:,} in each of {num_processes:,} processes"
-    names = {"D": "width", "H": "heads", "F": "feed-forward", "V": "vocabulary"}
-    whole, here = memory.sizes(settings.model), memory.sizes_on_device(settings, rules)
+    names = {"D": "width", "H": "heads", "G": "keys and values"}
+    names |= {"F": "feed-forward", "V": "vocabulary"}
+    whole, here = parameters.sizes(settings.model), memory.sizes_on_device(settings, rules)
     rows = [
         ("axis", "size", "cuts", "whole", "on each device"),
         ("data x fsdp", mesh.data_parallel, "batch", batch, batch // mesh.data_parallel),
         *(
             (axis, getattr(mesh, axis), names.get(letter, letter), whole[letter], here[letter])
             for letter, axis in rules.items()
-            if axis is not None
+            if axis is not None and letter in whole
         ),
     ]
     return f"{title}\n{_aligned(rows, text_columns=(0, 2))}"

@@ -161,6 +161,11 @@ class Config(Section):
             )
         for setting, size in (
             ("model.num_heads", model.num_heads),
+            *(
+                [("model.num_key_value_heads", model.num_key_value_heads)]
+                if model.num_key_value_heads > 1  # one key and value are whole on each device
+                else []
+            ),
             ("model.feed_forward", model.feed_forward_size),
             ("the padded model.vocabulary_size", model.padded_vocabulary_size),
             ("model.width", model.width),
@@ -168,6 +173,12 @@ class Config(Section):
             if size % mesh.tensor:
                 raise ValueError(f"{setting} = {size} does not divide by mesh.tensor={mesh.tensor}")
         num_devices = mesh.data_parallel * mesh.tensor
+        if model.mup_base_width is not None and not isinstance(self.optimizer, AdamW | Lion):
+            raise ValueError(
+                f"model.mup_base_width={model.mup_base_width}: its rates are those of AdamW and "
+                f"Lion, and optimizer.name={self.optimizer.name}; set optimizer.name=adamw or "
+                "lion, or model.mup_base_width=null"
+            )
         if mesh.emulated_devices is not None and mesh.emulated_devices != num_devices:
             raise ValueError(
                 f"mesh.emulated_devices={mesh.emulated_devices}, but mesh.data x fsdp x tensor = "

@@ -225,7 +225,8 @@ def _step_gradients(lab: Laboratory, state: TrainState) -> tuple[StepGradient, .
     found: list[StepGradient] = []
     before = None
     for step in range(first, last):
-        gradient = mean(state.params, program.put(source[step].tokens))
+        tokens = program.put(source[step].tokens)
+        gradient = mean(state.params, tokens, jnp.int32(step))
         norm, cosine, kurtosis = jax.device_get(
             _moments(gradient, gradient if before is None else before, v)
         )
@@ -238,14 +239,14 @@ def _step_gradients(lab: Laboratory, state: TrainState) -> tuple[StepGradient, .
     return tuple(found)
 
 
-def _mean_gradient(program: Program, end_of_document: int) -> Callable[[Any, jax.Array], Any]:
-    """(params, tokens) -> the gradient of the mean loss, in the layout of the parameters."""
+def _mean_gradient(program: Program, end_of_document: int) -> Callable[..., Any]:
+    """(params, tokens, data step) -> the gradient of the mean loss, in the parameters' layout."""
     settings = program.settings
     layout = jax.tree.map(lambda x: x.sharding.spec, program.state_shapes.params)
 
-    def mean(params: Any, tokens: jax.Array) -> Any:
+    def mean(params: Any, tokens: jax.Array, data_step: jax.Array) -> Any:
         params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        summed = stepping.gradients(params, tokens, settings, end_of_document)
+        summed = stepping.gradients(params, tokens, settings, end_of_document, data_step)
         per_target = 1.0 / summed.sums.targets.astype(jnp.float32)
         return jax.tree.map(lambda g: g * per_target, summed.gradient)
 
@@ -253,7 +254,7 @@ def _mean_gradient(program: Program, end_of_document: int) -> Callable[[Any, jax
         jax.shard_map(
             mean,
             mesh=program.mesh,
-            in_specs=(layout, PartitionSpec(None, sharding.DATA_PARALLEL)),
+            in_specs=(layout, PartitionSpec(None, sharding.DATA_PARALLEL), PartitionSpec()),
             out_specs=layout,
             check_vma=False,
         )

@@ -26,7 +26,9 @@ from palm_jax.optimizer.parts import Matrices, clip_factor
 __all__ = ["Matrices", "build", "clip_factor", "in_force", "needs_share", "normalised"]
 
 
-def build(settings: config.Optimizer, matrices: Matrices) -> optax.GradientTransformationExtraArgs:
+def build(
+    settings: config.Optimizer, matrices: Matrices, kernel_rate: float = 1.0
+) -> optax.GradientTransformationExtraArgs:
     """The whole rule: `update(gradients, state, params, gradient_norm=, rate=, zero=)`.
 
     With `share=`, too, where `needs_share(settings)`. The form of its state depends on
@@ -36,6 +38,7 @@ def build(settings: config.Optimizer, matrices: Matrices) -> optax.GradientTrans
     Args:
       settings: which rule, and its numbers.
       matrices: only Adafactor and Muon ask for anything of it.
+      kernel_rate: multiplies what AdamW and Lion do to layers' kernels, but not their decay.
     """
     clip = parts.unless_off(settings.clip_norm, parts.clip_by_norm)
     match settings:
@@ -49,6 +52,8 @@ def build(settings: config.Optimizer, matrices: Matrices) -> optax.GradientTrans
             chain = muon.chain(settings, matrices)
         case config.SGD():
             chain = sgd.chain(settings)
+    if isinstance(settings, config.AdamW | config.Lion):
+        chain["moments"] = parts.with_kernel_rate(chain["moments"], kernel_rate)
     return optax.named_chain(("clip", clip), *chain.items())
 
 

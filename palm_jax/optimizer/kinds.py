@@ -17,12 +17,12 @@ def name_of(path: Path) -> str:
 
 def kind(path: Path) -> str:
     """norms, embeddings, biases or kernels."""
-    stem, _, axes = name_of(path).rpartition("_")
+    stem = name_of(path).rpartition("_")[0]
     if "scale" in stem:
         return "norms"
-    if "embedding" in stem:
-        return "embeddings"
-    return "biases" if len(axes) == 1 else "kernels"
+    if "bias" in stem:
+        return "biases"
+    return "embeddings" if "embedding" in stem else "kernels"
 
 
 def is_layer_kernel(path: Path) -> bool:

@@ -67,6 +67,25 @@ def unless_off(setting: Any, part: collections.abc.Callable[[Any], Any]) -> Any:
     return optax.identity() if setting is None else part(setting)
 
 
+def with_kernel_rate(
+    direction: optax.GradientTransformationExtraArgs, factor: float
+) -> optax.GradientTransformationExtraArgs:
+    """`direction`, whose steps of layers' kernels are multiplied by `factor` (muP's 1/m)."""
+    if factor == 1:
+        return direction
+
+    def update(
+        updates: Any, state: Any, params: Any = None, zero: jax.Array | int = 0, **extra: Any
+    ) -> tuple[Any, Any]:
+        steps, state = direction.update(updates, state, params, zero=zero, **extra)
+        steps = jax.tree_util.tree_map_with_path(
+            lambda path, u: rounded(u * factor, zero) if kinds.is_layer_kernel(path) else u, steps
+        )
+        return steps, state
+
+    return optax.GradientTransformationExtraArgs(direction.init, update)
+
+
 def scale_by_rate() -> optax.GradientTransformationExtraArgs:
     return stateless(
         lambda updates, params, *, rate, **_: jax.tree.map(lambda u: u * rate, updates)

@@ -7,6 +7,7 @@ Counts are exact Python integers.
 from __future__ import annotations
 
 from palm_jax import config
+from palm_jax.plan import parameters
 
 # Peak bfloat16 FLOP/s of one device, by `jax.Device.device_kind`.
 PEAK_FLOPS = {
@@ -23,22 +24,6 @@ FLOAT32_BYTES = 4
 def peak_flops(device_kind: str) -> float | None:
     """Peak FLOP/s of one device; None where it is not known, as for any CPU."""
     return PEAK_FLOPS.get(device_kind)
-
-
-def num_parameters(model: config.Model, padded: bool = False) -> int:
-    """N, as the paper counts; `padded` adds the rows that only pad the vocabulary.
-
-    Source: PaLM, section 2; its table 1 prints 8.63, 62.50 and 540.35 billion.
-    """
-    width, query_size = model.width, model.num_heads * model.head_size
-    attention = 2 * width * query_size + 2 * width * model.head_size  # q and o; one k, one v
-    feed_forward = 3 * width * model.feed_forward_size  # SwiGLU has two kernels in, one out
-    scales = width  # one norm a layer; the norm before the logits has no scale
-    if model.qk_norm:
-        scales += 2 * model.head_size  # one for queries and one for keys, shared by heads
-    vocabulary = model.padded_vocabulary_size if padded else model.vocabulary_size
-    num_tables = 1 if model.tied_embedding else 2
-    return model.num_layers * (attention + feed_forward + scales) + num_tables * vocabulary * width
 
 
 def flops_per_token(
@@ -68,7 +53,7 @@ def train_flops_per_token(
 ) -> float:
     """`flops_per_token` of a configured model; its padded rows do not count."""
     return flops_per_token(
-        num_parameters(model),
+        parameters.number(model),
         model.num_layers,
         model.num_heads,
         model.head_size,

@@ -13,6 +13,7 @@ import dataclasses
 import math
 
 from palm_jax import config
+from palm_jax.plan import parameters
 from palm_jax.plan.flops import FLOAT32_BYTES
 
 Rules = collections.abc.Mapping[str, str | None]  # letter -> the mesh axis that cuts it
@@ -23,36 +24,13 @@ BFLOAT16_BYTES = 2
 NUM_COUNTERS = 3  # the state's: step, updates for the rate, updates for the optimizer
 
 
-def sizes(model: config.Model) -> dict[str, int]:
-    """Size of each logical axis of the parameters."""
-    return {
-        "N": model.num_layers,
-        "D": model.width,
-        "H": model.num_heads,
-        "K": model.head_size,
-        "F": model.feed_forward_size,
-        "V": model.padded_vocabulary_size,
-    }
-
-
 def sizes_on_device(settings: config.Config, rules: Rules) -> dict[str, int]:
     """The same, where the mesh cuts them; a config is refused if they do not divide."""
     mesh = settings.mesh
     devices = {None: 1, "data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
-    return {axis: size // devices[rules[axis]] for axis, size in sizes(settings.model).items()}
-
-
-def parameter_axes(model: config.Model) -> dict[str, tuple[str, ...]]:
-    """Axes of every parameter, by group.
-
-    Source: PaLM, section 2.
-    """
-    scales = ("ND", "NK", "NK") if model.qk_norm else ("ND",)
     return {
-        "embedding": ("VD",) if model.tied_embedding else ("VD", "VD"),
-        "attention": ("NDHK", "NDK", "NDK", "NHKD"),  # queries, one key, one value, output
-        "feed_forward": ("NDF", "NDF", "NFD"),  # SwiGLU has two kernels in, one out
-        "norms": scales,
+        axis: size // devices[rules[axis]]
+        for axis, size in parameters.sizes(settings.model).items()
     }
 
 
@@ -71,9 +49,9 @@ def moments(optimizer: config.Optimizer) -> tuple[str, ...]:
 
 def kept_axes(optimizer: config.Optimizer, axes: str) -> dict[str, tuple[str, ...]]:
     """Axes of the arrays that the optimizer keeps of one parameter, by `moments`."""
-    is_matrix = len(axes.removeprefix("N")) > 1
+    is_matrix = len(axes.removeprefix("N")) > 1 and "D" in axes  # biases of heads have none
     match optimizer:
-        case config.Adafactor(factored=True) if is_matrix and "D" in axes:
+        case config.Adafactor(factored=True) if is_matrix:
             rows = "ND" if axes.startswith("N") else "D"
             return {"momentum": (axes,), "second_moment": (rows, axes.replace("D", ""))}
         case config.Muon():
@@ -95,8 +73,9 @@ def scaling_bytes(settings: config.Config) -> int:
     if precision.policy == "float16" and precision.loss_scale != "none":
         return FLOAT32_BYTES + 3 * INT32_BYTES  # the scale and its counters
     if precision.policy == "float8" and precision.float8_scaling == "delayed":
-        # Of five products' inputs, kernel and gradient: the largest values, and a scale.
-        numbers = settings.model.num_layers * 5 * 3 * (precision.float8_history + 1)
+        # Of each product's inputs, kernel and gradient: the largest values, and a scale.
+        num_products = settings.model.num_layers * len(settings.model.products)
+        numbers = num_products * 3 * (precision.float8_history + 1)
         return FLOAT32_BYTES * numbers
     return 0
 
@@ -107,7 +86,7 @@ def _elements(settings: config.Config, sizes: dict[str, int]) -> dict[str, Group
     def num(axes: str) -> int:
         return math.prod(sizes[letter] for letter in axes)
 
-    groups = parameter_axes(settings.model)
+    groups = parameters.axes_by_group(settings.model)
     found = {
         "parameters": {group: sum(num(axes) for axes in leaves) for group, leaves in groups.items()}
     }
@@ -125,7 +104,7 @@ def _elements(settings: config.Config, sizes: dict[str, int]) -> dict[str, Group
 
 def state_bytes(settings: config.Config) -> int:
     """Bytes of a whole train state, once, which a checkpoint holds uncompressed."""
-    elements = _elements(settings, sizes(settings.model))
+    elements = _elements(settings, parameters.sizes(settings.model))
     arrays = sum(sum(groups.values()) for groups in elements.values())
     counters = NUM_COUNTERS * INT32_BYTES + scaling_bytes(settings)
     return arrays * stored_bytes(settings.precision) + counters
@@ -135,10 +114,10 @@ def optimizer_bytes_per_parameter(settings: config.Config) -> float:
     """Bytes that the optimizer keeps for each parameter, on average, padding included."""
     elements = {
         name: sum(groups.values())
-        for name, groups in _elements(settings, sizes(settings.model)).items()
+        for name, groups in _elements(settings, parameters.sizes(settings.model)).items()
     }
-    parameters = elements.pop("parameters")
-    return sum(elements.values()) * stored_bytes(settings.precision) / parameters
+    num_parameters = elements.pop("parameters")
+    return sum(elements.values()) * stored_bytes(settings.precision) / num_parameters
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,9 +27,11 @@ def parameter_compute_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
     """Format in which the parameter `name` enters a layer.
 
     Norm scales stay float32: they are used inside the norms, and a bfloat16 copy of
-    1 + s would swallow s below 2^-8.
+    1 + s would swallow s below 2^-8. So do biases and learned positions, whose gradients are sums
+    over tokens.
     """
-    return jnp.dtype(jnp.float32) if "scale" in name else dtype
+    is_wide = any(word in name for word in ("scale", "bias", "position"))
+    return jnp.dtype(jnp.float32) if is_wide else dtype
 
 
 def stored_dtype(precision: config.Precision) -> jnp.dtype:

@@ -28,10 +28,9 @@ import jax.numpy as jnp
 
 from palm_jax import config
 
-# The products in eight bits, by the kernel's place in a layer. Embedding, logits, norms and the
-# core of attention keep the compute format, as in DeepSeek-V3. So do the one key and the one
-# value that all heads share: a small part of the work, and every head reads its errors.
-PRODUCTS = ("query", "attention", "gate", "up", "down")
+# Products in eight bits are config.Model.products. Embedding, logits, norms and the core of
+# attention keep the compute format, as in DeepSeek-V3. So do one key and one value that all heads
+# share: a small part of the work, and every head reads its errors.
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 OF_TENSORS = (FORWARD, FORWARD, BACKWARD)  # inputs, kernel, gradient of the outputs
@@ -80,16 +79,16 @@ class Scaling(NamedTuple):
 Scalings = dict[str, Scaling]
 
 
-def init(precision: config.Precision, num_layers: int) -> Scalings | None:
+def init(precision: config.Precision, settings: config.Model) -> Scalings | None:
     """The state at step 0, as Transformer Engine has it: scales of one. None: nothing is kept."""
     if precision.policy != "float8" or precision.float8_scaling != "delayed":
         return None
     return {
         name: Scaling(
-            history=jnp.zeros((num_layers, 3, precision.float8_history), jnp.float32),
-            scale=jnp.ones((num_layers, 3), jnp.float32),
+            history=jnp.zeros((settings.num_layers, 3, precision.float8_history), jnp.float32),
+            scale=jnp.ones((settings.num_layers, 3), jnp.float32),
         )
-        for name in PRODUCTS
+        for name in settings.products
     }
 
 
@@ -242,7 +241,6 @@ def product(scales: LayerScales, precision: config.Precision, dtype: Any) -> Pro
     """How one layer multiplies."""
 
     def multiply(name: str, x_TI: jax.Array, w_IO: jax.Array) -> jax.Array:
-        assert name in PRODUCTS, name
         if precision.float8_scaling == "block":
             return block(x_TI, w_IO, dtype)
         scales_3, slot_3 = scales[name]

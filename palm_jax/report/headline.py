@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from palm_jax.plan import flops
+from palm_jax.plan import parameters
 from palm_jax.report.read import Reading
 from palm_jax.report.series import MEASURED, History, as_float
 
@@ -32,7 +32,7 @@ def headline(reading: Reading) -> dict[str, Any]:
         "status": reading.status,
         "incidents": reading.num_incidents,
         "open_incidents": reading.num_open_incidents,
-        "parameters": flops.num_parameters(reading.settings.model),
+        "parameters": parameters.number(reading.settings.model),
         "steps": len(steps),
         "first_step": int(steps[0]) if len(steps) else None,
         "next_step": int(steps[-1]) + 1 if len(steps) else None,

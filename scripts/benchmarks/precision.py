@@ -18,7 +18,7 @@ import time
 
 from palm_jax import config, start
 from palm_jax.errors import CannotDo, WrongInput
-from palm_jax.plan import flops, memory
+from palm_jax.plan import memory, parameters
 
 CONFIGS = {
     "float32": "quickstart.yaml",
@@ -93,7 +93,7 @@ def table(
     for policy, rows in results.items():
         bits = [row["bits_per_byte"] for row in rows]
         settings = settings_of(policy, 0, steps)
-        per_parameter = memory.state_bytes(settings) / flops.num_parameters(
+        per_parameter = memory.state_bytes(settings) / parameters.number(
             settings.model, padded=True
         )
         beside = "-"

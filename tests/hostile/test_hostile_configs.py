@@ -15,7 +15,7 @@ import yaml
 from palm_jax import config
 from palm_jax.config import explaining, reading
 from palm_jax.errors import WrongInput
-from palm_jax.plan import flops, memory
+from palm_jax.plan import memory, parameters
 from palm_jax.sharding import RULES
 
 SETTINGS = {
@@ -54,7 +54,7 @@ def load(path: pathlib.Path, *overrides: str) -> config.Config | None:
     if loaded is None:
         return None
     # What can be said of it before it is trained.
-    sizes = flops.num_parameters(loaded.model), memory.on_each_device(loaded, RULES).total
+    sizes = parameters.number(loaded.model), memory.on_each_device(loaded, RULES).total
     assert all(float(size) > 0 for size in sizes)
     assert config.from_dict(yaml.load(config.to_yaml(loaded), reading._Loader)) == loaded
     return loaded

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palm_jax import config
-from palm_jax.plan import flops
+from palm_jax.plan import flops, parameters
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 P540 = config.load(CONFIGS / "palm_540b.yaml")
@@ -35,15 +35,15 @@ def model(**settings: object) -> config.Model:
     [("palm_8b", 8_632_008_704), ("palm_62b", 62_495_653_888), ("palm_540b", 540_356_456_448)],
 )
 def test_published_models_have_the_published_number_of_parameters(name, expected):
-    assert flops.num_parameters(config.load(CONFIGS / f"{name}.yaml").model) == expected
+    assert parameters.number(config.load(CONFIGS / f"{name}.yaml").model) == expected
 
 
 def test_padding_the_vocabulary_adds_rows_only_where_asked_for():
     padded = P540.model.model_copy(update={"vocabulary_size": 256_000, "vocabulary_multiple": 128})
-    assert flops.num_parameters(padded, padded=True) == 540_356_456_448
+    assert parameters.number(padded, padded=True) == 540_356_456_448
     rows = P540.model.padded_vocabulary_size - 256_000
     assert rows == 512
-    assert flops.num_parameters(P540.model, padded=True) == 540_356_456_448 + rows * 18432
+    assert parameters.number(P540.model, padded=True) == 540_356_456_448 + rows * 18432
 
 
 @given(
@@ -66,7 +66,7 @@ def test_parameters_are_the_sum_of_the_shapes_of_the_arrays(padded, half_head, *
     rows = 256 if padded else 130
     table = [(rows, d)] if m.tied_embedding else [(rows, d), (d, rows)]
     shapes = [*layer * m.num_layers, *table]
-    assert flops.num_parameters(m, padded) == sum(a * b for a, b in shapes)
+    assert parameters.number(m, padded) == sum(a * b for a, b in shapes)
 
 
 def test_flops_of_a_token_match_the_papers_table():

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palm_jax import config, sharding, step
-from palm_jax.plan import flops, memory
+from palm_jax.plan import memory, parameters
 from palm_jax.record.checkpoints import bytes_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -94,7 +94,7 @@ def test_one_device_holds_the_whole_state(small):
     settings = small(**ALL_LEAVES)
     planned = memory.on_each_device(settings, sharding.RULES)
     # Parameters and two moments, float32.
-    num = flops.num_parameters(settings.model, padded=True)
+    num = parameters.number(settings.model, padded=True)
     assert planned.state - planned.counters == 12 * num
     assert memory.optimizer_bytes_per_parameter(settings) == 8
 
@@ -153,7 +153,7 @@ def test_devices_hold_the_parameters_and_their_copies(data, fsdp, tensor, untied
     m, devices = settings.model, data * fsdp * tensor
     key_and_value = 2 * 3 * m.width * 4
     head_scales = 2 * 3 * 4 if qk_norm else 0
-    whole = flops.num_parameters(m, padded=True)
+    whole = parameters.number(m, padded=True)
     copies_of_all = whole * data
     copies_of_key_value_and_scale = (tensor - 1) * data * (key_and_value + 3 * m.width)
     copies_of_head_scales = (devices - data) * head_scales

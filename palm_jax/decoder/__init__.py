@@ -1,0 +1,1 @@
+"""Pieces of the decoder, one idea a file; model.py puts them together. Letters as there."""
