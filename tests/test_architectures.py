@@ -71,7 +71,7 @@ STEPS = 3
 def settings_of(small, name: str, mesh=(1, 1, 1), **overrides) -> config.Config:
     switches = {f"model.{key}": value for key, value in ARCHITECTURES[name].items()}
     sizes = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
-    common = {"data.ramp": {"sizes": [8]}, "model.num_heads": 2}
+    common = {"data.ramp": {"sizes": [8]}, "model.num_heads": 2, "log.vitals": "all"}
     return small(**common | switches | sizes | overrides)
 
 
@@ -129,8 +129,7 @@ def test_every_architecture_splits_over_tensor(small, on_one_device, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["opt", "bloom"])
-@pytest.mark.parametrize("policy", ["bfloat16_pure", "float8"])
+@pytest.mark.parametrize(("name", "policy"), [("opt", "float8"), ("bloom", "bfloat16_pure")])
 def test_architectures_resume_and_replay_under_other_policies(small, tmp_path, name, policy):
     settings = settings_of(small, name, **{"precision.policy": policy, "checkpoint.every": 2})
     settings = settings.model_copy(update={"steps": 5})
@@ -376,6 +375,7 @@ def activation_sizes(small, width: int, mup: bool) -> dict[str, float]:
         "optimizer": {"name": "adamw", "weight_decay": 0.0, "clip_norm": None},
         "schedule": {"kind": "constant", "peak": 0.02},
         "data.ramp": {"sizes": [8]},
+        "log.vitals": "all",
     }
     if mup:
         changes |= {"model.mup_base_width": 32}

@@ -96,7 +96,13 @@ def test_run_resumes_from_its_checkpoint_and_replays_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rule", RULES)
-def test_five_steps_are_finite_and_the_same_again_and_in_two_parts(small, rule, policy):
+def test_five_steps_are_finite_and_the_same_again_and_in_two_parts(
+    small, monkeypatch, rule, policy
+):
+    # One program is compared with itself: XLA need not take the time to optimize it.
+    monkeypatch.setattr(
+        step.precision, "compiler_options", lambda *_: {"xla_backend_optimization_level": 0}
+    )
     # One layer, a head, the smallest width that eight lanes divide.
     tiny = {
         "model.num_layers": 1,

@@ -14,7 +14,8 @@ import logging
 import pathlib
 import statistics
 import sys
-import time
+
+import _runs
 
 from palm_jax import config, start
 from palm_jax.errors import CannotDo, WrongInput
@@ -30,52 +31,11 @@ CONFIGS = {
         )
     },
 }
-ROUNDS = 12  # of alternating steps
 
 
 def settings_of(policy: str, seed: int, steps: int) -> config.Config:
     overrides = [f"steps={steps}", f"seed={seed}", "log.tensorboard=false"]
     return config.load(f"configs/{CONFIGS[policy]}", overrides)
-
-
-def result(run: pathlib.Path, steps: int) -> dict[str, float] | None:
-    """Bits per byte at the end of a run and its skipped updates; None: it is not complete."""
-    from palm_jax.record import folder, logbook
-
-    if not folder.is_run(run):
-        return None
-    records = logbook.read(run).records
-    ends = [r for r in records if r["event"] == "evaluation" and r["step"] == steps]
-    if not ends:
-        return None
-    last = {r["step"]: r["computed"] for r in records if r["event"] == "step"}
-    skipped = sum(not fields["applied"] for fields in last.values())
-    return {"bits_per_byte": float(ends[-1]["bits_per_byte"]), "skipped": skipped}
-
-
-def measure_times(policies: list[str], steps: int) -> dict[str, float]:
-    """Seconds of a step of the largest batch, the fastest of several that alternate."""
-    import jax
-    import numpy as np
-
-    from palm_jax import sharding, step
-
-    runs = []
-    for policy in policies:
-        settings = settings_of(policy, 0, steps)
-        program = step.make_program(settings, sharding.make_mesh(settings.mesh), 256)
-        shape = (settings.data.ramp.sizes[-1], settings.model.sequence_length + 1)
-        tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
-        runs.append(([program.init()], program, program.put(tokens), step.controls()))
-    fastest = dict.fromkeys(policies, float("inf"))
-    for turn in range(ROUNDS + 1):
-        for policy, (held, program, batch, controls) in zip(policies, runs, strict=True):
-            began = time.perf_counter()
-            held[0], vitals = program.step(held[0], batch, controls)
-            jax.block_until_ready((held[0], vitals))
-            if turn > 0:  # the first one compiles
-                fastest[policy] = min(fastest[policy], time.perf_counter() - began)
-    return fastest
 
 
 def mean_and_range(values: list[float]) -> str:
@@ -125,22 +85,13 @@ def main() -> None:
 
     import jax
 
-    from palm_jax import precision, train
+    from palm_jax import precision
 
     results: dict[str, list[dict[str, float]]] = {policy: [] for policy in policies}
     for seed in range(given.seeds):
         for policy in policies:
             run = given.folder / f"{policy}-{given.steps}-{seed}"
-            found = result(run, given.steps)
-            if found is None:
-                settings = settings_of(policy, seed, given.steps)
-                platform = jax.devices()[0].platform
-                wanted = start.matmul_precision(settings.precision, platform)
-                print(f"training {run}", file=sys.stderr, flush=True)
-                with jax.default_matmul_precision(wanted):
-                    train.train(settings, run)
-                found = result(run, given.steps)
-            assert found is not None
+            found = _runs.trained(settings_of(policy, seed, given.steps), run)
             results[policy].append(found)
     for policy in policies:
         told = precision.is_emulated(
@@ -152,7 +103,13 @@ def main() -> None:
             print(f"{policy}: {told}", file=sys.stderr)
     kept = given.folder / f"times-{'-'.join(policies)}.json"
     if not kept.exists():
-        kept.write_text(json.dumps(measure_times(policies, given.steps)))
+        kept.write_text(
+            json.dumps(
+                _runs.alternating_times(
+                    {policy: settings_of(policy, 0, given.steps) for policy in policies}
+                )
+            )
+        )
     print("\n".join(table(results, json.loads(kept.read_text()), given.steps)))
 
 
