@@ -12,8 +12,9 @@ import argparse
 import pathlib
 import sys
 
+import _command
+
 from palm_jax import config, start, stream
-from palm_jax.errors import CannotDo, WrongInput
 
 STEPS, GARBAGE = 260, (190, 230)
 # PaLM's numbers, for a run of 260 steps instead of 255,000.
@@ -96,8 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (WrongInput, CannotDo) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    _command.run(main)

@@ -14,8 +14,9 @@ import math
 import pathlib
 import sys
 
+import _command
+
 from palm_jax import config, start, svg
-from palm_jax.errors import CannotDo, WrongInput
 
 WIDTHS = (32, 64, 128, 256)
 RATES = tuple(2.0**-k for k in range(11, 3, -1))
@@ -152,8 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (WrongInput, CannotDo) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    _command.run(main)

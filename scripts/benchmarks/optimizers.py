@@ -13,13 +13,12 @@ import json
 import logging
 import pathlib
 import statistics
-import sys
 from typing import Any
 
+import _command
 import _runs
 
 from palm_jax import config, start
-from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.plan import memory
 
 # The rule's settings, and the peaks to try.
@@ -105,8 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (WrongInput, CannotDo) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    _command.run(main)

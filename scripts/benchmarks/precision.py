@@ -15,10 +15,10 @@ import pathlib
 import statistics
 import sys
 
+import _command
 import _runs
 
 from palm_jax import config, start
-from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.plan import memory, parameters
 
 CONFIGS = {
@@ -114,8 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (WrongInput, CannotDo) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    _command.run(main)

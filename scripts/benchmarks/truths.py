@@ -19,8 +19,10 @@ import time
 import unittest.mock
 from typing import Any
 
+import _command
+
 from palm_jax import config, start, stream
-from palm_jax.errors import CannotDo, WrongInput
+from palm_jax.errors import CannotDo
 
 CORPUS = pathlib.Path("runs/corpus64")
 BASE = (
@@ -281,8 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (WrongInput, CannotDo) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    _command.run(main)
