@@ -64,7 +64,7 @@ def prepare(
             metavar="I/N", help="Only this part of the source's files; `data merge` joins all N."
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Threads; the result does not depend on it.")] = 2,
+    workers: Annotated[int, typer.Option(help="Processes; the result does not depend on it.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Turn text into a corpus: tokenised, split, shuffled and cut into sequences.

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import collections
 import collections.abc
-import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
 import pathlib
 import shutil
-from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from palm_jax.corpus import manifest, sentencepieces, sources, spool, tokenizers, vocabulary
+from palm_jax.corpus import (
+    manifest,
+    sentencepieces,
+    sources,
+    spool,
+    tokenizers,
+    vocabulary,
+    workers,
+)
 from palm_jax.corpus.manifest import IndexFile
 from palm_jax.corpus.spool import Journal, Recipe, Tally
+from palm_jax.corpus.workers import Place, Tokenised, content_digest
 from palm_jax.errors import CannotDo, WrongInput
 
 Progress = collections.abc.Callable[[str, int, int], None]  # (stage, done, total)
@@ -47,7 +51,7 @@ class Job:
     sample_bytes: int = vocabulary.SAMPLE_BYTES
     data_dir: str | None = None  # of the datasets of `tfds:`
     drop_duplicates: bool = False  # keep one document of each content, the first
-    workers: int = 1  # threads that tokenise
+    workers: int = 1  # processes that tokenise
     memory_bytes: int = spool.MEMORY_BYTES  # of tokens that are held at a time, about
     # Of all units of the source (files, or a dataset's shards), every `shards`-th from `shard`.
     shard: int = 0
@@ -96,10 +100,6 @@ def split_of(digest: bytes, held_out: float) -> str:
     return "held_out" if is_held_out else "train"
 
 
-def content_digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
-
-
 def fill(folder: pathlib.Path, job: Job, tell: Progress) -> Journal:
     """The complete spool of the job's shard, in `folder`.
 
@@ -127,7 +127,7 @@ def fill(folder: pathlib.Path, job: Job, tell: Progress) -> Journal:
         writer.commit(journal)  # so that it need not be trained again
     tokenizer = tokenizers.open_tokenizer(folder, journal.recipe.tokenizer)
     _check_room(folder, job, source, tokenizer, tell)
-    _add_all(writer, job, source, tokenizer, tell)
+    _add_all(writer, folder, job, source, tell)
     return writer.journal
 
 
@@ -232,18 +232,9 @@ def _sample(job: Job, source: sources.Source, tell: Progress) -> list[bytes]:
     return sample.documents()
 
 
-class _Place(NamedTuple):
-    """A document, where it comes from, and the bytes of the source that are read by then."""
-
-    unit: int
-    number: int
-    document: sources.Document
-    read: int
-
-
 def _places(
     source: sources.Source, job: Job, unit: int, document: int
-) -> collections.abc.Iterator[_Place]:
+) -> collections.abc.Iterator[Place]:
     """The shard's documents from document `document` of unit `unit` on."""
     before = 0
     for index in range(job.shard, len(source.units), job.shards):
@@ -252,54 +243,12 @@ def _places(
             skipped = document if index == unit else 0
             for number, (found, read) in enumerate(here.documents()):
                 if number >= skipped:
-                    yield _Place(index, number, found, before + read)
+                    yield Place(index, number, found, before + read)
         before += here.num_bytes
 
 
-class _Tokenised(NamedTuple):
-    unit: int
-    number: int
-    name: str
-    read: int  # as in `_Place`
-    num_bytes: int
-    digest: bytes
-    is_utf8: bool
-    tokens: npt.NDArray[np.integer]
-
-
-def _tokenise(group: list[_Place], tokenizer: tokenizers.Tokenizer) -> list[_Tokenised]:
-    found = []
-    for place in group:
-        content = place.document.content
-        try:
-            tokens = tokenizer.encode(content)
-        except ValueError as error:
-            raise WrongInput(f"document {place.document.name}: {error}") from None
-        found.append(
-            _Tokenised(
-                place.unit,
-                place.number,
-                place.document.name,
-                place.read,
-                len(content),
-                content_digest(content),
-                _is_utf8(content),
-                tokens,
-            )
-        )
-    return found
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _grouped(places: collections.abc.Iterable[_Place]) -> collections.abc.Iterator[list[_Place]]:
-    group: list[_Place] = []
+def _grouped(places: collections.abc.Iterable[Place]) -> collections.abc.Iterator[list[Place]]:
+    group: list[Place] = []
     size = 0
     for place in places:
         group.append(place)
@@ -310,25 +259,6 @@ def _grouped(places: collections.abc.Iterable[_Place]) -> collections.abc.Iterat
             group, size = [], 0
     if group:
         yield group
-
-
-def _tokenised(
-    groups: collections.abc.Iterable[list[_Place]], tokenizer: tokenizers.Tokenizer, workers: int
-) -> collections.abc.Iterator[list[_Tokenised]]:
-    """The groups tokenised, in their order, with a bounded number in memory."""
-    if workers == 1:
-        for group in groups:
-            yield _tokenise(group, tokenizer)
-        return
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        pending: collections.deque[concurrent.futures.Future[list[_Tokenised]]]
-        pending = collections.deque()
-        for group in groups:
-            pending.append(pool.submit(_tokenise, group, tokenizer))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
 
 
 def _check_room(
@@ -363,16 +293,17 @@ def _check_room(
 
 def _add_all(
     writer: spool.Writer,
+    folder: pathlib.Path,
     job: Job,
     source: sources.Source,
-    tokenizer: tokenizers.Tokenizer,
     tell: Progress,
 ) -> None:
     counts = _Counts(writer.journal)
     total = sum(unit.num_bytes for unit in _mine(source, job))
     begun = writer.journal
     groups = _grouped(_places(source, job, begun.unit, begun.document))
-    for group in _tokenised(groups, tokenizer, job.workers):
+    described = writer.journal.recipe.tokenizer
+    for group in workers.tokenised(groups, folder, described, job.workers):
         for done in group:
             if done.tokens.size:
                 split = split_of(done.digest, job.held_out)
@@ -391,7 +322,7 @@ def _add_all(
     writer.commit(writer.journal.model_copy(update={**whole, **counts.entries()}))
 
 
-def _record(done: _Tokenised, seed: int) -> spool.Record:
+def _record(done: Tokenised, seed: int) -> spool.Record:
     return spool.Record(
         key=spool.key_of(done.digest, seed),
         unit=done.unit,
@@ -417,7 +348,7 @@ class _Counts:
         self._longest = journal.longest_document_bytes
         self._contents = int(journal.contents, 16)
 
-    def add(self, split: str, done: _Tokenised) -> None:
+    def add(self, split: str, done: Tokenised) -> None:
         tally = self._tallies[split]
         tally[0] += 1
         tally[1] += done.tokens.size

@@ -14,7 +14,7 @@ import pytest
 from corpora import HELD_OUT, document, write_documents
 from hypothesis import given, settings
 
-from palm_jax.corpus import manifest, spool, tokenising, vocabulary
+from palm_jax.corpus import manifest, spool, tokenising, vocabulary, workers
 from palm_jax.corpus.prepare import merge, prepare, prepare_part
 from palm_jax.corpus.reader import Corpus
 from palm_jax.corpus.spool import Record
@@ -245,13 +245,13 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, monkeypatch, after,
         assert process.stdout.readline() == b"now\n"
         process.send_signal(signal.SIGKILL)
     tokenised = []
-    original = tokenising._tokenise
+    original = workers._tokenise
 
     def watched(group, tokenizer):
         tokenised.extend(place.document.name for place in group)
         return original(group, tokenizer)
 
-    monkeypatch.setattr(tokenising, "_tokenise", watched)
+    monkeypatch.setattr(workers, "_tokenise", watched)
     if whole:
         prepare(out=tmp_path / "out", **given)
         assert files_in(tmp_path / "out") == files_in(tmp_path / "straight")
