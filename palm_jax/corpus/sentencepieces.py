@@ -67,6 +67,7 @@ class SentencePieces:
         controls = [i for i in ends if model.pieces[i].type == _TYPES.CONTROL]
         self.end_of_document = controls[0] if controls else len(model.pieces)
         texts += [b""] * (self.end_of_document + 1 - len(texts))
+        self._texts = texts
         self.vocabulary_size = len(texts)
         self._bytes = np.frombuffer(b"".join(texts), np.uint8)
         self._sizes = np.array([len(text) for text in texts], np.int64)  # 0: stands for no text
@@ -89,10 +90,10 @@ class SentencePieces:
             else:
                 for piece in _cut(part):
                     ids += self._processor.encode(piece)
-        tokens = np.array(ids, self._dtype)
-        if not np.array_equal(self._joined(tokens), np.frombuffer(content, np.uint8)):
+        texts = self._texts
+        if b"".join([texts[token] for token in ids]) != content:
             raise ValueError("the SentencePiece model does not give it back as it was")
-        return tokens
+        return np.fromiter(ids, self._dtype, len(ids))
 
     def _joined(self, tokens: Tokens) -> npt.NDArray[np.uint8]:
         """The texts of `tokens` one after the other, without a look at each."""
