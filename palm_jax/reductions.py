@@ -28,6 +28,7 @@ from palm_jax.rounding import rounded
 from palm_jax.sharding import DATA_PARALLEL, logical_axes, mesh_axes
 
 Axes = str | tuple[str, ...]
+Arrays = dict[str, jax.Array]
 
 
 WORTH_SLICING = 2**16  # elements from which a sum over devices is shared out among them
@@ -534,42 +535,95 @@ class MatrixReductions:
     ) -> Any:
         """`function` [I, O] -> [I, O] of every layer's kernel, made whole.
 
-        The layers are dealt out to the devices of `fsdp`: each exchanges its slices of all layers
-        for some layers whole (a device's bytes stay what they are, but for a last layer or two),
-        and each matrix is computed by one device, in one shape. So no sum crosses devices, and
-        bits depend on no mesh. Devices along `data` and `tensor` do the same work again.
+        As `of_layers`, which says who computes what.
         """
 
         def of_leaf(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
             axes = logical_axes(path, x.ndim)
-            # A kernel of a layer has D first or last, and so reads as [I, O] as it is.
-            assert axes[0] == "N"
-            assert "D" in (axes[1], axes[-1])
-            cuts = mesh_axes(axes)
-            cut = cuts.index("tensor") - 1 if "tensor" in cuts else None
-            size, along, num_layers = jax.lax.axis_size("fsdp"), axes.index("D"), x.shape[0]
+            kernels, _ = self.of_layers(
+                lambda kernels, _: ({"x": function(kernels["x"])}, {}), axes, {"x": x}, {}
+            )
+            return kernels["x"]
 
-            def of_layer(part: jax.Array) -> jax.Array:
-                whole = part
-                if cut is not None:
-                    whole = jax.lax.all_gather(part, "tensor", axis=cut, tiled=True)
-                num_inputs = whole.shape[0] if axes[1] == "D" else whole.size // whole.shape[-1]
-                result = function(whole.reshape(num_inputs, -1)).reshape(whole.shape)
-                if cut is None:
-                    return result
-                start = jax.lax.axis_index("tensor") * part.shape[cut]
-                return jax.lax.dynamic_slice_in_dim(result, start, part.shape[cut], axis=cut)
+        return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
-            if size == 1:
-                return jax.lax.map(of_layer, x)
-            missing = -num_layers % size
+    def of_layers(
+        self,
+        function: collections.abc.Callable[[Arrays, Arrays], tuple[Arrays, Arrays]],
+        axes: str,
+        kernels: Arrays,
+        squares: Arrays,
+    ) -> tuple[Arrays, Arrays]:
+        """`function` of every layer's matrices that belong together, made whole, as it returns.
+
+        The layers are dealt out to the devices of `fsdp`: each exchanges its slices of all layers
+        for some layers whole (a device's bytes stay what they are, but for a last layer or two),
+        and each matrix is computed by one device, in one shape. So no sum crosses devices, and
+        bits depend on no mesh. Devices along `data` and `tensor` do the same work again.
+
+        Args:
+          function: kernels [I, O] and squares [n, n], n of its own each, to such ones. Where
+            devices do not divide the layers, of zeros, too.
+          axes: of all kernels, given and returned.
+          kernels: slices as stored.
+          squares: [N, E here], rows of a square after each other.
+        """
+        # A kernel of a layer has D first or last, and so reads as [I, O] as it is.
+        assert axes[0] == "N"
+        assert "D" in (axes[1], axes[-1])
+        cuts = mesh_axes(axes)
+        cut = cuts.index("tensor") - 1 if "tensor" in cuts else None
+        size, along = jax.lax.axis_size("fsdp"), axes.index("D")
+
+        def whole(part: jax.Array) -> jax.Array:
+            if cut is None:
+                return part
+            return jax.lax.all_gather(part, "tensor", axis=cut, tiled=True)
+
+        def part_of(x: jax.Array) -> jax.Array:
+            if cut is None:
+                return x
+            length = x.shape[cut] // jax.lax.axis_size("tensor")
+            start = jax.lax.axis_index("tensor") * length
+            return jax.lax.dynamic_slice_in_dim(x, start, length, axis=cut)
+
+        def of_layer(parts: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            wholes = {name: whole(part) for name, part in parts[0].items()}
+            shape = next(iter(wholes.values())).shape
+            num_inputs = shape[0] if axes[1] == "D" else math.prod(shape[:-1])
+            kernels, squares = function(
+                {name: x.reshape(num_inputs, -1) for name, x in wholes.items()},
+                {name: x.reshape(math.isqrt(x.size), -1) for name, x in parts[1].items()},
+            )
+            return (
+                {name: part_of(x.reshape(shape)) for name, x in kernels.items()},
+                {name: x.reshape(-1) for name, x in squares.items()},
+            )
+
+        if size == 1:
+            return jax.lax.map(of_layer, (kernels, squares))
+        num_layers = next(iter(kernels.values())).shape[0]
+        missing = -num_layers % size
+
+        def dealt(x: jax.Array, along: int) -> jax.Array:
             x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-            x = jax.lax.all_to_all(x, "fsdp", split_axis=0, concat_axis=along, tiled=True)
-            x = jax.lax.map(of_layer, x)
+            return jax.lax.all_to_all(x, "fsdp", split_axis=0, concat_axis=along, tiled=True)
+
+        def returned(x: jax.Array, along: int) -> jax.Array:
             x = jax.lax.all_to_all(x, "fsdp", split_axis=along, concat_axis=0, tiled=True)
             return x[:num_layers]
 
-        return jax.tree_util.tree_map_with_path(of_leaf, tree)
+        kernels, squares = jax.lax.map(
+            of_layer,
+            (
+                {name: dealt(x, along) for name, x in kernels.items()},
+                {name: dealt(x, 1) for name, x in squares.items()},
+            ),
+        )
+        return (
+            {name: returned(x, along) for name, x in kernels.items()},
+            {name: returned(x, 1) for name, x in squares.items()},
+        )
 
     def norm(self, tree: Any) -> jax.Array:
         """Euclidean norm of all leaves together, f32[]."""

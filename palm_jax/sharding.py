@@ -29,6 +29,7 @@ RULES: dict[str, str | None] = {
     "K": None,
     "F": "tensor",
     "V": "tensor",
+    "E": "fsdp",  # elements of an optimizer's square matrix, row by row
 }
 
 

@@ -22,7 +22,8 @@ def start(settings: config.Config) -> None:
     safe, keep what is compiled.
 
     XLA:CPU splits contractions by the size of its thread pool, and so chooses their bits by
-    it. NPROC sets that size, whatever the number of cores, when the devices are first used.
+    it. NPROC sets that size, whatever the number of cores, when the devices are first used. SciPy's
+    LAPACK, which it calls for decompositions, does likewise, and has one thread.
 
     Raises:
       WrongInput: a variable that describes several processes is missing or wrong.
@@ -31,6 +32,7 @@ def start(settings: config.Config) -> None:
     assert "palm_jax.step" not in sys.modules, "start() comes before anything that uses JAX"
     several = meeting.announced()
     os.environ["NPROC"] = str(settings.numerics.threads)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     if settings.mesh.emulated_devices is not None:
         _emulate(settings.mesh.emulated_devices, 1 if several is None else several[1])
     # Warnings of XLA's loader about processor features it does not use.

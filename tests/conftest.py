@@ -18,6 +18,7 @@ import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "8"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax

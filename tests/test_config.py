@@ -319,6 +319,10 @@ def test_override_of_an_aliased_section_leaves_the_other_one(small):
         (["mesh.data=2", "mesh.emulated_devices=4"], ["mesh.emulated_devices=4", "2 x 1 x 1 = 2"]),
         ([COSINE, "schedule.warmup_steps=30"], ["warmup_steps=30", "decay_steps=30"]),
         ([COSINE, "schedule.final=0.2"], ["final=0.2", "peak=0.1"]),
+        (
+            ["optimizer={name: soap}", "model.feed_forward=90"],
+            ["model.feed_forward = 90", "numerics.lanes=8", "optimizer.largest_side less than 90"],
+        ),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused_with_all_their_values(

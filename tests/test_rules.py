@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from palm_jax import config, optimizer, reductions, sharding
-from palm_jax.optimizer import kinds, muon
+from palm_jax.optimizer import kinds, muon, soap
 
 NUM_STEPS = 6
 NUM_LAYERS = 3
@@ -289,6 +289,139 @@ def test_a_kernel_without_gradient_is_left_where_it_is_by_muon():
         np.testing.assert_array_equal(one, other)
 
 
+# --- SOAP ---
+
+
+def basis_of(state: Any, side: str, name: str) -> np.ndarray | None:
+    """Of "w_gate_DF 1" in float64; None: the identity."""
+    leaf, layer = name.split(" ")
+    squares = getattr(state["moments"], f"{side}_basis")["layers"]
+    rows = squares.get(f"{leaf.rpartition('_')[0]}_E")
+    if rows is None:
+        return None
+    size = math.isqrt(rows.shape[1])
+    return np.float64(rows[int(layer)]).reshape(size, size)
+
+
+def turned(x: np.ndarray, left: np.ndarray | None, right: np.ndarray | None) -> np.ndarray:
+    x = x if left is None else left.T @ x
+    return x if right is None else x @ right
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"largest_side": 5, "shampoo_beta": 0.8}, {"largest_side": 2}], ids=str
+)
+def test_soap_is_adam_in_each_layers_eigenbasis_and_adamw_for_all_else(changes):
+    settings = config.SOAP(name="soap", weight_decay=0.3, refresh_every=2, **changes)
+    beta = changes.get("shampoo_beta", 0.95)
+    params = params_of()
+    gradients = gradients_of(params)
+    # Of a gradient with fewer rows than columns, some eigenvectors are any that are orthogonal.
+    _, first = run(settings, params, gradients[:1])
+
+    def step(name, memory, p, g, index):
+        if not name.startswith("w_"):
+            if index == 0:
+                return p
+            return p - RATES[index] * (adamw(settings, memory, g, index - 1) + 0.3 * p)
+        g = as_matrix(name, g)
+        products = {"left": g @ g.T, "right": g.T @ g}
+        if index == 0:
+            for side, product in products.items():
+                memory[side], q = (1 - beta) * product, basis_of(first, side, name)
+                memory["q", side] = q
+                assert (q is None) == (len(product) > settings.largest_side)
+                if q is not None:
+                    np.testing.assert_allclose(q.T @ q, np.eye(len(q)), atol=1e-6)
+                    eigenvalues = np.linalg.eigvalsh(memory[side])[::-1]
+                    atol = 1e-6 * eigenvalues[0]
+                    found = q.T @ memory[side] @ q
+                    np.testing.assert_allclose(found, np.diag(eigenvalues), atol=atol)
+            return p
+        bases = memory["q", "left"], memory["q", "right"]
+        m = memory["m"] = 0.95 * memory.get("m", 0) + 0.05 * g
+        v = memory["v"] = 0.95 * memory.get("v", 0) + 0.05 * turned(g, *bases) ** 2
+        u = turned(m, *bases) / (np.sqrt(v) + 1e-8)
+        u = turned(u, *(None if q is None else q.T for q in bases))
+        u = u * math.sqrt(1 - 0.95**index) / (1 - 0.95**index)
+        for axis, (side, product) in enumerate(products.items()):
+            square = memory[side] = beta * memory[side] + (1 - beta) * product
+            q = memory["q", side]
+            if q is not None and index % 2 == 0:
+                order = np.argsort(-np.diag(q.T @ square @ q))
+                memory["q", side] = np.linalg.qr(square @ q[:, order])[0]
+                memory["v"] = memory["v"].take(order, axis)
+        return p - RATES[index] * (u.reshape(p.shape) + 0.3 * p)
+
+    found, state = run(settings, params, gradients)
+    # Each decomposition multiplies roundings by the ratio of a square's eigenvalues.
+    close(found, followed(params, gradients, step), 3e-5)
+    moments = state["moments"]
+    assert sorted(moments.eigen_nu["layers"]) == sorted(SHAPES)
+    assert sorted(moments.nu["layers"]) == ["norm_scale_D"]
+    assert sorted(moments.mu["layers"]) == sorted([*SHAPES, "norm_scale_D"])
+
+
+def test_soap_s_first_update_only_makes_the_eigenbases():
+    settings = config.SOAP(name="soap", weight_decay=0.3, refresh_every=2)
+    params = params_of()
+    found, state = run(settings, params, gradients_of(params)[:1])
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    moments = state["moments"]
+    assert not any(x.any() for x in jax.tree.leaves([moments.mu, moments.nu, moments.eigen_nu]))
+    rate = jnp.float32(0.5)
+    before = jax.device_get(stepping(settings)[0](params))
+    assert optimizer.in_force(settings, before, rate)["weight_decay"] == 0
+    assert optimizer.in_force(settings, state, rate)["weight_decay"] == pytest.approx(0.15)
+
+
+def test_a_refreshed_eigenbasis_comes_nearer_to_the_eigenvectors():
+    rng = np.random.default_rng(0)
+    exact = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    square = np.float32(exact * [64, 32, 16, 8, 4, 2] @ exact.T)
+    # Near them, in another order.
+    start = np.linalg.qr(exact[:, [3, 0, 1, 5, 4, 2]] + 0.02 * rng.normal(size=(6, 6)))[0]
+    basis, order = soap.refreshed(jnp.asarray(square), jnp.float32(start), 0)
+    assert list(order) == [1, 2, 5, 0, 4, 3]
+
+    def away(q):
+        return np.abs(np.abs(exact.T @ np.float64(q)) - np.eye(6)).max()
+
+    assert away(basis) < 0.7 * away(start[:, order])
+    np.testing.assert_allclose(basis.T @ basis, np.eye(6), atol=1e-6)
+
+
+def test_what_soap_takes_of_the_moments_is_shown_in_the_eigenbasis():
+    settings = config.SOAP(name="soap")
+    params = params_of()
+    first, second = gradients_of(params)[:2]
+    _, after = run(settings, params, [first, second])
+    matrices = reductions.MatrixReductions(reductions.Canonical(2), 0)
+    shown = jax.shard_map(
+        lambda after: soap.normalised(settings, after, matrices, 0),
+        mesh=sharding.make_mesh(config.Mesh()),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    found = jax.jit(shown)(after)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    for name, g in apart(second).items():
+        if name.startswith("w_"):
+            bases = (basis_of(after, side, name) for side in ("left", "right"))
+            g = turned(as_matrix(name, g), *bases).reshape(g.shape)
+        # Of a first step of Adam's the sign is left.
+        np.testing.assert_allclose(apart(found)[name], np.sign(g), rtol=2e-3, err_msg=name)
+
+
+def test_decompositions_of_what_is_not_finite_come_to_an_end():
+    unknown = jnp.full((5, 5), jnp.nan)
+    assert np.isnan(soap.eigenbasis(unknown)).all()
+    basis, order = soap.refreshed(unknown, jnp.eye(5), 0)
+    assert np.isnan(basis).any()
+    assert sorted(order) == list(range(5))
+
+
 # --- decay ---
 
 
@@ -311,6 +444,7 @@ RULES: dict[str, Any] = {
     "adamw": config.AdamW,
     "lion": config.Lion,
     "muon": config.Muon,
+    "soap": config.SOAP,
     "sgd": config.SGD,
 }
 
@@ -321,7 +455,7 @@ def test_parameters_that_do_not_decay_are_told_by_kind(name):
     settings = RULES[name](name=name, no_decay=("norms", "embeddings"), **changes)
     params = params_of()
     zero = jax.tree.map(np.zeros_like, params)
-    found, _ = run(settings, params, [zero])
+    found, _ = run(settings, params, [zero, zero])  # SOAP's first has no decay
     for leaf, before in apart(params).items():
         moved = apart(found)[leaf] != before
         assert moved.all() if leaf.startswith("w_") else not moved.any()

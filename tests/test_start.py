@@ -16,7 +16,7 @@ import pytest
 from palm_jax import config, errors, meeting, start
 from palm_jax.tpu import topologies
 
-SET_BY_CONFTEST = ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")
+SET_BY_CONFTEST = ("JAX_PLATFORMS", "NPROC", "OPENBLAS_NUM_THREADS", "XLA_FLAGS")
 SETTINGS = {
     "steps": 1,
     "model": {
@@ -113,6 +113,20 @@ def test_modules_do_not_depend_on_where_their_sources_lie():
     """)
     assert len(lines) == 2
     assert lines[0] == lines[1]
+
+
+def test_decompositions_have_one_thread_whatever_the_user_asks_for():
+    lines = output_of(
+        """
+        start.start(settings)
+        import ctypes, scipy.linalg
+        path = next(x.split()[-1] for x in open("/proc/self/maps") if "libscipy_openblas-" in x)
+        print(ctypes.CDLL(path).scipy_openblas_get_num_threads())
+        """,
+        JAX_PLATFORMS="cpu",
+        OPENBLAS_NUM_THREADS="2",
+    )
+    assert lines == ["1"]
 
 
 def test_process_for_a_cpu_is_told_nothing_of_tpus():

@@ -22,7 +22,7 @@ from palm_jax.config.data import MOST_INCREMENTS, MOST_TURNS, Data, LinearRamp, 
 from palm_jax.config.explaining import TAGS, explain, keys
 from palm_jax.config.fields import MOST_STEPS, Section
 from palm_jax.config.numerics import Mesh, Numerics, Precision
-from palm_jax.config.optimizer import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
+from palm_jax.config.optimizer import SGD, SOAP, Adafactor, AdamW, Lion, Muon, Optimizer
 from palm_jax.config.running import Checkpoint, Distributed, Eval, Log, Spikes, Supervise, Verify
 from palm_jax.config.schedule import (
     ConstantSchedule,
@@ -43,6 +43,7 @@ __all__ = [
     "MOST_TURNS",
     "PLACES_OF_DATA",
     "SGD",
+    "SOAP",
     "TAGS",
     "Adafactor",
     "AdamW",
@@ -172,6 +173,23 @@ class Config(Section):
         ):
             if size % mesh.tensor:
                 raise ValueError(f"{setting} = {size} does not divide by mesh.tensor={mesh.tensor}")
+        if isinstance(self.optimizer, SOAP):
+            for setting, size in (
+                ("model.width", model.width),
+                ("model.feed_forward", model.feed_forward_size),
+                ("model.num_heads x model.head_size", model.num_heads * model.head_size),
+                (
+                    "model.num_key_value_heads x model.head_size",
+                    model.num_key_value_heads * model.head_size,
+                ),
+            ):
+                if size <= self.optimizer.largest_side and size**2 % numerics.lanes:
+                    raise ValueError(
+                        f"{setting} = {size}: its square does not divide by numerics.lanes="
+                        f"{numerics.lanes}, into which optimizer.name=soap cuts matrices of that "
+                        "side; make it a multiple of a larger power of two, or "
+                        f"optimizer.largest_side less than {size}"
+                    )
         num_devices = mesh.data_parallel * mesh.tensor
         if model.mup_base_width is not None and not isinstance(self.optimizer, AdamW | Lion):
             raise ValueError(

@@ -72,6 +72,21 @@ class Muon(Section):
     no_decay: Undecayed = ()
 
 
+class SOAP(Section):
+    """Adam in Shampoo's eigenbasis for the layers' kernels, else AdamW (Vyas et al., 2024)."""
+
+    name: Literal["soap"]
+    beta1: Fraction = 0.95
+    beta2: Fraction = 0.95
+    shampoo_beta: Fraction | None = None  # of the averages of G G^T and G^T G; null: beta2
+    refresh_every: Annotated[int, pydantic.Field(gt=0)] = 10  # updates, of the eigenbasis
+    largest_side: Annotated[int, pydantic.Field(gt=0)] = 10_000  # of a kernel, to have one
+    epsilon: PositiveFloat = 1e-8
+    clip_norm: PositiveFloat | None = 1.0
+    weight_decay: NotNegative = 0.01  # multiplied by the rate
+    no_decay: Undecayed = ()
+
+
 class SGD(Section):
     """Gradient descent with momentum (Sutskever et al., 2013)."""
 
@@ -83,4 +98,4 @@ class SGD(Section):
     no_decay: Undecayed = ()
 
 
-Optimizer = Adafactor | AdamW | Lion | Muon | SGD
+Optimizer = Adafactor | AdamW | Lion | Muon | SOAP | SGD

@@ -216,7 +216,7 @@ def shared_memory(settings: config.Config, fork_count: int, distance: int) -> fl
     k^0.8 updates. Of rules that have no second moments of most parameters, their momentum's share.
     """
     match settings.optimizer:
-        case config.AdamW() | config.Lion():
+        case config.AdamW() | config.Lion() | config.SOAP():
             return settings.optimizer.beta2**distance
         case config.Muon() | config.SGD():
             return settings.optimizer.momentum**distance

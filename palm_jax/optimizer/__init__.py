@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from palm_jax import config, schedules
-from palm_jax.optimizer import adafactor, adam, lion, muon, parts, sgd
+from palm_jax.optimizer import adafactor, adam, lion, muon, parts, sgd, soap
 from palm_jax.optimizer.parts import Matrices, clip_factor
 
 __all__ = ["Matrices", "build", "clip_factor", "in_force", "needs_share", "normalised"]
@@ -37,7 +37,7 @@ def build(
 
     Args:
       settings: which rule, and its numbers.
-      matrices: only Adafactor and Muon ask for anything of it.
+      matrices: only Adafactor, Muon and SOAP ask for anything of it.
       kernel_rate: multiplies what AdamW and Lion do to layers' kernels, but not their decay.
     """
     clip = parts.unless_off(settings.clip_norm, parts.clip_by_norm)
@@ -50,6 +50,8 @@ def build(
             chain = lion.chain(settings)
         case config.Muon():
             chain = muon.chain(settings, matrices)
+        case config.SOAP():
+            chain = soap.chain(settings, matrices)
         case config.SGD():
             chain = sgd.chain(settings)
     if isinstance(settings, config.AdamW | config.Lion):
@@ -73,8 +75,8 @@ def normalised(
 ) -> Any:
     """What an update takes of the moments, before anything clips, signs or scales it.
 
-    Adafactor's g / sqrt(v), AdamW's m / (sqrt(v) + epsilon), Lion's average before its sign,
-    Muon's before it is orthogonalised, SGD's momentum; XLA finds that it was computed.
+    Adafactor's g / sqrt(v), AdamW's m / (sqrt(v) + epsilon), SOAP's, too, Lion's average before
+    its sign, Muon's before it is orthogonalised, SGD's momentum; XLA finds that it was computed.
 
     Args:
       gradient: before it was clipped.
@@ -92,6 +94,8 @@ def normalised(
             return lion.interpolated(clipped, state_before["moments"], settings.beta1, zero)
         case config.Muon():
             return muon.normalised(settings, gradient, state_after, clip, zero)
+        case config.SOAP():
+            return soap.normalised(settings, state_after, matrices, zero)
         case config.SGD():
             trace = state_after["moments"].trace
             if not settings.nesterov:
@@ -127,6 +131,9 @@ def in_force(
                 "beta2": settings.beta2,
             }
             decay = rate * settings.weight_decay
+        case config.SOAP():
+            numbers |= {"beta1": settings.beta1, "beta2": settings.beta2}
+            decay = soap.decay_in_force(settings, state, rate)
         case config.AdamW() | config.Lion():
             numbers |= {"beta1": settings.beta1, "beta2": settings.beta2}
             decay = (rate if share is None else share) * settings.weight_decay

@@ -16,6 +16,8 @@ import optax
 from palm_jax.optimizer import kinds
 from palm_jax.rounding import rounded
 
+Arrays = dict[str, jax.Array]
+
 
 class Matrices(Protocol):
     """What rules ask of whole matrices, of which a device may hold a slice.
@@ -36,6 +38,15 @@ class Matrices(Protocol):
         self, function: collections.abc.Callable[[jax.Array], jax.Array], tree: Any
     ) -> Any:
         """`function` [inputs, outputs] -> the same shape, of every layer's kernel, whole."""
+
+    def of_layers(
+        self,
+        function: collections.abc.Callable[[Arrays, Arrays], tuple[Arrays, Arrays]],
+        axes: str,
+        kernels: Arrays,
+        squares: Arrays,
+    ) -> tuple[Arrays, Arrays]:
+        """`function` of every layer's matrices: [inputs, outputs] of a kernel, and squares."""
 
 
 def stateless(update: Any) -> optax.GradientTransformationExtraArgs:

@@ -24,10 +24,14 @@ BFLOAT16_BYTES = 2
 NUM_COUNTERS = 3  # the state's: step, updates for the rate, updates for the optimizer
 
 
+def _devices(mesh: config.Mesh) -> dict[str | None, int]:
+    """Along each mesh axis; None, which cuts nothing, counts as one."""
+    return {None: 1, "data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+
+
 def sizes_on_device(settings: config.Config, rules: Rules) -> dict[str, int]:
     """The same, where the mesh cuts them; a config is refused if they do not divide."""
-    mesh = settings.mesh
-    devices = {None: 1, "data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+    devices = _devices(settings.mesh)
     return {
         axis: size // devices[rules[axis]]
         for axis, size in parameters.sizes(settings.model).items()
@@ -43,8 +47,13 @@ def moments(optimizer: config.Optimizer) -> tuple[str, ...]:
             return "first_moment", "second_moment"
         case config.Muon():
             return "momentum", "first_moment", "second_moment"
+        case config.SOAP():
+            return "first_moment", "second_moment", "covariances", "eigenbases"
         case config.Lion() | config.SGD():
             return ("momentum",)
+
+
+SQUARE = "^2"  # "NHK^2" are the axes of a matrix for each layer, H x K by H x K
 
 
 def kept_axes(optimizer: config.Optimizer, axes: str) -> dict[str, tuple[str, ...]]:
@@ -58,6 +67,13 @@ def kept_axes(optimizer: config.Optimizer, axes: str) -> dict[str, tuple[str, ..
             # Kernels of layers have one, all else AdamW's two.
             mine = ("momentum",) if is_matrix and axes.startswith("N") else moments(optimizer)[1:]
             return dict.fromkeys(mine, (axes,))
+        case config.SOAP():
+            found: dict[str, tuple[str, ...]]
+            found = dict.fromkeys(moments(optimizer)[:2], (axes,))
+            if is_matrix and axes.startswith("N"):
+                squares = (f"ND{SQUARE}", f"{axes.replace('D', '')}{SQUARE}")
+                found |= dict.fromkeys(moments(optimizer)[2:], squares)
+            return found
         case _:
             return dict.fromkeys(moments(optimizer), (axes,))
 
@@ -80,11 +96,21 @@ def scaling_bytes(settings: config.Config) -> int:
     return 0
 
 
-def _elements(settings: config.Config, sizes: dict[str, int]) -> dict[str, Groups]:
-    """Elements of parameters, and of each of `moments`, by group, of axes that long."""
+def _elements(settings: config.Config, sizes: dict[str, int], slices: int = 1) -> dict[str, Groups]:
+    """Elements of parameters, and of each of `moments`, by group, of axes that long.
+
+    Args:
+      slices: into which square matrices are cut, whatever their axes.
+    """
+    whole = parameters.sizes(settings.model)
 
     def num(axes: str) -> int:
-        return math.prod(sizes[letter] for letter in axes)
+        if not axes.endswith(SQUARE):
+            return math.prod(sizes[letter] for letter in axes)
+        assert isinstance(settings.optimizer, config.SOAP)
+        side = math.prod(whole[letter] for letter in axes.removesuffix(SQUARE)[1:])
+        too_long = side > settings.optimizer.largest_side
+        return 0 if too_long else whole["N"] * side * side // slices
 
     groups = parameters.axes_by_group(settings.model)
     found = {
@@ -151,7 +177,8 @@ def on_each_device(settings: config.Config, rules: Rules) -> DeviceBytes:
     Args:
       rules: sharding.RULES.
     """
-    elements = _elements(settings, sizes_on_device(settings, rules))
+    slices = _devices(settings.mesh)[rules["E"]]
+    elements = _elements(settings, sizes_on_device(settings, rules), slices)
     stored = stored_bytes(settings.precision)
     kept = {name: (groups, stored) for name, groups in elements.items()}
     kept["gradient"] = elements["parameters"], FLOAT32_BYTES

@@ -30,6 +30,7 @@ PACKAGES = (
     "orbax-checkpoint",
     "grain",
     "numpy",
+    "scipy",
 )
 
 # Recorded to be read, never compared. Python, NumPy and Orbax carry bits without computing
@@ -53,10 +54,12 @@ INFORMATIONAL = frozenset(
 ONLY_IF_FAST = frozenset({"device_count", "process_count", "mesh.data", "mesh.fsdp"})
 
 # Fields that count only on one platform: XLA:CPU generates code for the processor it runs on
-# and splits contractions by the size of its thread pool; a host's processor does no arithmetic
-# of a step on a TPU.
+# and splits contractions by the size of its thread pool, as SciPy's LAPACK does, which decomposes
+# matrices for it; a host's processor does no arithmetic of a step on a TPU.
 ONLY_ON = {
-    "cpu": frozenset({"threads", "NPROC", "machine", "cpu_model", "cpu_flags"}),
+    "cpu": frozenset(
+        {"threads", "NPROC", "OPENBLAS_NUM_THREADS", "scipy", "machine", "cpu_model", "cpu_flags"}
+    ),
     "tpu": frozenset({"libtpu", "LIBTPU_INIT_ARGS", "MEGASCALE"}),
 }
 
@@ -99,6 +102,7 @@ def capture(*, numerics: config.Numerics, mesh_shape: dict[str, int]) -> dict[st
         "reduction": numerics.reduction,
         "threads": numerics.threads,
         "NPROC": os.environ.get("NPROC"),
+        "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS"),
         "matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
         "prng": jax.config.jax_default_prng_impl,  # type: ignore[attr-defined]

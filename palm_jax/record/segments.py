@@ -33,7 +33,7 @@ IN_A_BRANCH = (
     "model.remat",
 )
 # The train state has the form that these give it.
-FORM_OF_THE_STATE = ("optimizer.name", "optimizer.factored")
+FORM_OF_THE_STATE = ("optimizer.name", "optimizer.factored", "optimizer.largest_side")
 
 
 def _form(exclusion: object) -> str:

@@ -104,7 +104,7 @@ def test_a_file_of_flags_counts_by_what_it_holds(monkeypatch, tmp_path):
         "jax", "jaxlib", "flax", "optax", "grain", "platform", "device_kind", "mesh.tensor",
         "XLA_FLAGS", "matmul_precision", "x64", "prng", "threefry_partitionable",
         "compiler_options",
-        "threads", "NPROC", "machine", "cpu_model", "cpu_flags",
+        "threads", "NPROC", "OPENBLAS_NUM_THREADS", "scipy", "machine", "cpu_model", "cpu_flags",
     ],
 )  # fmt: skip
 def test_a_field_that_can_change_bits_is_a_difference(captured, field):
