@@ -139,9 +139,15 @@ def test_five_steps_are_finite_and_the_same_again_and_in_two_parts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("alone", "meshes"), [((1, 1, 1), [(1, 8, 1), (2, 2, 1)]), ((1, 1, 2), [(2, 2, 2)])], ids=str
+    ("rule", "alone", "meshes"),
+    [
+        # What acts element by element needs one mesh of each kind, what looks at matrices several.
+        *((rule, (1, 1, 1), [(1, 8, 1)]) for rule in ("adamw", "lion", "sgd")),
+        *((rule, (1, 1, 1), [(1, 8, 1), (2, 2, 1)]) for rule in ("factored", "muon", "soap")),
+        *((rule, (1, 1, 2), [(2, 2, 2)]) for rule in ("factored", "adamw", "muon", "soap")),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("rule", ["factored", "adamw", "lion", "muon", "sgd", "soap"])
 def test_rules_give_the_same_bits_on_any_mesh(small, rule, alone, meshes):
     # Three layers, which no device count divides.
     settings = small(

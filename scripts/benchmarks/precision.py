@@ -33,8 +33,9 @@ CONFIGS = {
 }
 
 
-def settings_of(policy: str, seed: int, steps: int) -> config.Config:
+def settings_of(policy: str, seed: int, steps: int, peak: float | None = None) -> config.Config:
     overrides = [f"steps={steps}", f"seed={seed}", "log.tensorboard=false"]
+    overrides += [] if peak is None else [f"schedule.peak={peak}"]
     return config.load(f"configs/{CONFIGS[policy]}", overrides)
 
 
@@ -74,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--peak", type=float, help="rate; default: the quickstart's")
     parser.add_argument("--policies", default=",".join(CONFIGS), help="separated by commas")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/precision"))
     given = parser.parse_args()
@@ -90,8 +92,9 @@ def main() -> None:
     results: dict[str, list[dict[str, float]]] = {policy: [] for policy in policies}
     for seed in range(given.seeds):
         for policy in policies:
-            run = given.folder / f"{policy}-{given.steps}-{seed}"
-            found = _runs.trained(settings_of(policy, seed, given.steps), run)
+            at = "" if given.peak is None else f"-{given.peak:g}"
+            run = given.folder / f"{policy}{at}-{given.steps}-{seed}"
+            found = _runs.trained(settings_of(policy, seed, given.steps, given.peak), run)
             results[policy].append(found)
     for policy in policies:
         told = precision.is_emulated(
