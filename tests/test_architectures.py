@@ -164,6 +164,26 @@ def test_alibi_slopes_are_those_of_its_authors_code(num_heads):
     )
 
 
+# --- normalised queries and keys ----------------------------------------------------------
+
+
+def test_normalised_queries_and_keys_bound_the_logits():
+    """By sqrt(K), by which their scales may multiply it (Wortsman et al., 2023, section 3.1.1)."""
+    ids_BL = np.arange(16).reshape(2, 8)
+    largest = {}
+    for qk_norm in (True, False):
+        m = model_of(num_layers=2, qk_norm=qk_norm, num_key_value_heads=4)
+        params = model.init(jax.random.key(0), m)
+        layers = params["layers"]
+        layers = layers | {n: 1000 * layers[n] for n in ("w_query_DHK", "w_key_DGK")}
+        _, seen = model.observed_hidden(
+            params | {"layers": layers}, ids_BL, settings=m, dtype=jnp.float32
+        )
+        largest[qk_norm] = float(jnp.max(seen.attention.largest_logit))
+    assert 1 < largest[True] <= 32**0.5 * (1 + 1e-6)
+    assert largest[False] > 1e5
+
+
 # --- dropout ------------------------------------------------------------------------------
 
 

@@ -248,8 +248,9 @@ def test_a_token_changes_no_hidden_state_before_it(dtype):
             assert (after[:, later] != before[:, later]).any()
 
 
-def test_tokens_after_a_position_get_zero_gradient_from_it():
-    m = model_settings(remat="full")
+@pytest.mark.parametrize("options", ["palm", "gpt", "grouped", "deepnorm"])
+def test_tokens_after_a_position_get_zero_gradient_from_it(options):
+    m = model_settings(remat="full", **OPTIONS[options])
     params = random_params(m)
     ids_BL = np.arange(LENGTH)[None]  # each position has a row of the table to itself
     direction_D = jnp.asarray(np.random.default_rng(0).normal(size=SIZES["D"]), jnp.float32)

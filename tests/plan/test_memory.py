@@ -25,6 +25,24 @@ GROUP = {"embedding": "embedding", "unembedding": "embedding", "norm_scale": "no
 GROUP |= {"query_norm_scale": "norms", "key_norm_scale": "norms"}
 GROUP |= dict.fromkeys(("w_query", "w_key", "w_value", "w_attention"), "attention")
 GROUP |= dict.fromkeys(("w_gate", "w_up", "w_down"), "feed_forward")
+# Of an architecture with all that PaLM's has not.
+OTHER_LEAVES = {
+    "model.num_key_value_heads": 2,
+    "model.block": "serial",
+    "model.norm": "layernorm",
+    "model.biases": True,
+    "model.positions": "learned",
+    "model.embedding_norm": True,
+    "model.final_norm_scale": True,
+}
+GROUP |= {"position_embedding": "embedding"}
+GROUP |= {f"{name}_bias": "attention" for name in ("query", "key", "value", "attention")}
+GROUP |= {f"{name}_bias": "feed_forward" for name in ("gate", "up", "down")}
+GROUP |= {
+    f"{name}_norm_{kind}": "norms"
+    for name in ("attention", "feed_forward", "embedding", "final")
+    for kind in ("scale", "bias")
+}
 
 
 def on(mesh: tuple[int, int, int]) -> dict[str, int]:
@@ -47,6 +65,7 @@ def bytes_by_device(tree) -> dict[jax.Device, dict[str, int]]:
     [
         ((1, 8, 1), "adafactor", "float32"),
         ((1, 4, 2), "adamw", "bfloat16"),
+        ((2, 2, 2), "adamw of another architecture", "float32"),
         ((2, 2, 2), "adafactor", "bfloat16_pure"),
         ((2, 2, 2), "adamw", "float16"),
         ((1, 4, 2), "soap", "float32"),
@@ -54,10 +73,12 @@ def bytes_by_device(tree) -> dict[jax.Device, dict[str, int]]:
     ],
 )
 def test_planned_bytes_are_those_of_every_devices_shards(small, mesh, optimizer, policy):
+    optimizer, _, other = optimizer.partition(" of ")
     settings = small(
         optimizer={"name": optimizer},
         **{"precision.policy": policy, "precision.float8_history": 5},
         **ALL_LEAVES,
+        **(OTHER_LEAVES if other else {}),
         **on(mesh),
     )
     program = step.make_program(settings, sharding.make_mesh(settings.mesh), 256)
@@ -171,3 +192,16 @@ def test_devices_hold_the_parameters_and_their_copies(data, fsdp, tensor, untied
 def test_planning_memory_does_not_start_jax():
     program = "import sys, palm_jax.plan.memory; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_70_billion_parameters_over_64_devices_keep_8_75_gigabytes_of_adamws_moments():
+    """Lion's are half of it; parameters, gradient and AdamW's take 16 bytes each, 1120 GB."""
+    run = config.load(CONFIGS / "palm_8b.yaml", ["optimizer={name: adamw}"])
+    each = memory.optimizer_bytes_per_parameter(run)
+    assert each * 70e9 / 64 == 8.75e9
+    lion = config.load(CONFIGS / "palm_8b.yaml", ["optimizer={name: lion}"])
+    assert memory.optimizer_bytes_per_parameter(lion) * 70e9 / 64 == 4.375e9
+    over_64 = config.override(run, ["mesh={data: 1, fsdp: 64, tensor: 1}"])
+    arrays = memory.on_each_device(over_64, sharding.RULES).arrays
+    whole = sum(sum(groups.values()) for groups in arrays.values()) * 64
+    assert whole == 16 * parameters.number(run.model, padded=True)
