@@ -170,7 +170,7 @@ def _chunk_sums(  # type: ignore[no-untyped-def]
     return sums_and_peaks(scores_BLV, targets_BL, weights_BL, split)
 
 
-def _chunks(x_BL: jax.Array, length: int) -> jax.Array:
+def in_chunks(x_BL: jax.Array, length: int) -> jax.Array:
     """[B, L, ...] -> [chunks, B, length, ...]."""
     B, L = x_BL.shape[:2]
     return x_BL.reshape(B, L // length, length, *x_BL.shape[2:]).swapaxes(0, 1)
@@ -217,7 +217,7 @@ def chunked_sums_and_peaks(
         )
         return (jax.tree.map(jnp.add, total[0], sums), jnp.maximum(total[1], peaks_B)), None
 
-    chunks = tuple(_chunks(x, length) for x in (hidden_BLD, targets_BL, weights_BL))
+    chunks = tuple(in_chunks(x, length) for x in (hidden_BLD, targets_BL, weights_BL))
     zeros_B = jnp.zeros(targets_BL.shape[:1], jnp.float32)
     none = LossSums(zeros_B, zeros_B, zeros_B, zeros_B.astype(jnp.int32))
     return jax.lax.scan(add, (none, jnp.full_like(zeros_B, -jnp.inf)), chunks)[0]
@@ -247,7 +247,7 @@ def _chunked_backward(  # type: ignore[no-untyped-def]
         hidden_gradient, chunk_gradient_VD = backward(cotangents[0])
         return gradient_VD + chunk_gradient_VD.astype(jnp.float32), hidden_gradient
 
-    chunks = tuple(_chunks(x, length) for x in (hidden_BLD, targets_BL, weights_BL))
+    chunks = tuple(in_chunks(x, length) for x in (hidden_BLD, targets_BL, weights_BL))
     zeros_VD = jnp.zeros(unembedding_VD.shape, jnp.float32)
     gradient_VD, gradients = jax.lax.scan(pull, zeros_VD, chunks)
     hidden_gradient_BLD = gradients.swapaxes(0, 1).reshape(hidden_BLD.shape)

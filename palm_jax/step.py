@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from palm_jax import (
     attention,
     config,
+    curvature,
     data,
     loss,
     model,
@@ -142,11 +143,13 @@ def _microbatch(
     scales: float8.LayerScales | None,
     key: jax.Array | None,
     observed: bool,
+    labels_key: jax.Array | None = None,
 ) -> tuple[loss.LossSums, vitals.Seen | None]:
     """As `microbatch_losses`, with what the forward pass shows if it is `observed`.
 
     Args:
       key: of the dropout; None: nothing is dropped.
+      labels_key: of labels that are drawn in the place of the targets; None: none are.
     """
     dtype = precision.compute_dtype(settings.precision)
     order = reductions.order_of(settings.numerics)
@@ -177,6 +180,9 @@ def _microbatch(
     hidden_BLD, table_VD = _gradients_together(split.whole(hidden_BLd), model.unembedding(whole))
     vocabulary_size, chunk = settings.model.vocabulary_size, settings.numerics.loss_chunk
     logit_scale = settings.model.output_scale
+    if labels_key is not None:
+        of_logits = hidden_BLD, table_VD, vocabulary_size, split, logit_scale
+        targets_BL = curvature.drawn_labels(*of_logits, chunk, labels_key)
     weights_BL = (
         None if weights_B is None else jnp.broadcast_to(weights_B[:, None], targets_BL.shape)
     )
@@ -216,6 +222,9 @@ def gradients(
     data_step: jax.Array | None = None,
     scale: jax.Array | None = None,
     scalings: float8.Scalings | None = None,
+    *,
+    labels_drawn: bool = False,
+    direction: model.Params | None = None,
 ) -> Summed:
     """Gradient of the summed objective, and LossSums of the whole batch.
 
@@ -226,6 +235,9 @@ def gradients(
       scale: multiplies the objective where cotangents start; the gradient is still multiplied
         by it when it comes back.
       scalings: the train state's, under delayed float8.
+      labels_drawn: take the cross-entropy alone, with labels drawn from the model's softmax.
+      direction: a tree like `params`. Given, the objective's Hessian is multiplied by it, and
+        that product comes back in the gradient's place.
     """
     order = reductions.order_of(settings.numerics)
     probes = reductions.probes_for(params) if settings.log.microbatch_digests else None
@@ -245,16 +257,22 @@ def gradients(
         key = None
         if settings.model.has_dropout and data_step is not None:
             key = dropout.microbatch_key(settings.seed, data_step, place)
-        by_sequence, seen = _microbatch(
-            params, tokens_BL, None, settings, end_of_document, probes, scales, key, observed
-        )
+        labels_key = None
+        if labels_drawn:
+            assert data_step is not None
+            labels_key = curvature.labels_key(settings.seed, data_step, place)
+        given = params, tokens_BL, None, settings, end_of_document, probes, scales, key, observed
+        by_sequence, seen = _microbatch(*given, labels_key)
         sums = jax.tree.map(functools.partial(jnp.sum, axis=0), by_sequence)
-        value = loss.objective(sums, settings.model.z_loss)
+        z_weight = settings.model.z_loss
+        value = sums.cross_entropy if labels_drawn else loss.objective(sums, z_weight)
         return value if scale is None else value * scale, (sums, seen)
 
     def one_pass(one: tuple[jax.Array, jax.Array]) -> Any:
         tokens, number = one
         backward = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)
+        if direction is not None:
+            backward = curvature.along(backward, direction)
         # Which of the batch's microbatches this is; it belongs to no mesh.
         place = number * width + jax.lax.axis_index(sharding.DATA_PARALLEL)
         (gradient, words, amaxes), (sums, seen) = backward(params, probes, slots, tokens[0], place)
@@ -305,6 +323,56 @@ def objective_scale(
     return scale * per_target
 
 
+def _logging(settings: config.Config, **changes: Any) -> config.Config:
+    return settings.model_copy(update={"log": settings.log.model_copy(update=changes)})
+
+
+def _curvature(
+    state: TrainState,
+    params: model.Params,
+    tokens: jax.Array,
+    settings: config.Config,
+    end_of_document: int,
+    applied: jax.Array,
+    zero: jax.Array | int,
+) -> model.Params | None:
+    """Estimate of the loss's second derivatives, where the update wants one, and else zeros.
+
+    None: the rule takes none.
+
+    Args:
+      params: the state's, float32; `tokens` and others as in `train_step`.
+      applied: bool[]; a skipped update wants none.
+    """
+    rule = settings.optimizer
+    due = optimizer.wants_curvature(rule, state.optimizer)
+    if due is None or not isinstance(rule, config.Sophia):
+        return None
+    block = curvature.first_block(tokens, settings.numerics.lanes)
+    num_targets = num_sequences(block) * (block.shape[-1] - 1)
+    scale = objective_scale(state, block, settings.precision)
+    unscaled = 1.0 / num_targets if scale is None else (1.0 / num_targets) * (1.0 / scale)
+    quiet = _logging(settings, microbatch_digests=False, vitals="basic")
+    given = params, block, quiet, end_of_document, state.step, scale, state.float8
+
+    def estimate(turn: int, nothing: model.Params) -> model.Params:
+        return curvature.estimate(
+            functools.partial(gradients, *given),
+            params,
+            rule.estimator,
+            seed=settings.seed,
+            step=state.step,
+            num_targets=num_targets,
+            unscaled=unscaled,
+            zero=zero,
+        )
+
+    # A loop of one turn or none, which all devices decide alike, and which waits for the gradient.
+    # Not a conditional: on several CPU devices (jax 0.10.2) its collectives meet others.
+    num_turns = (due & applied).astype(jnp.int32)
+    return jax.lax.fori_loop(0, num_turns, estimate, jax.tree.map(jnp.zeros_like, params))
+
+
 def train_step(
     state: TrainState,
     tokens: jax.Array,
@@ -342,6 +410,8 @@ def train_step(
     if optimizer.needs_share(settings.optimizer):
         share = schedules.share_of_peak(settings.schedule)(state.schedule_step)
     optimizer_before = precision.wide(state.optimizer)
+    # Written so that NaN compares as "skip".
+    applied = gradient_norm < controls.skip_above
     updates, optimizer_state = rule.update(
         gradient,
         optimizer_before,
@@ -349,10 +419,9 @@ def train_step(
         gradient_norm=gradient_norm,
         rate=rate,
         share=share,
+        curvature=_curvature(state, params, tokens, settings, end_of_document, applied, zero),
         zero=zero,
     )
-    # Written so that NaN compares as "skip".
-    applied = gradient_norm < controls.skip_above
     after = TrainState(
         step=state.step,
         schedule_step=state.schedule_step + 1,
@@ -578,11 +647,7 @@ def make_program(settings: config.Config, mesh: jax.sharding.Mesh, end_of_docume
 
         return jax.lax.map(one_pass, (tokens, weights))
 
-    digesting = settings.model_copy(
-        update={
-            "log": settings.log.model_copy(update={"microbatch_digests": True, "vitals": "basic"})
-        }
-    )
+    digesting = _logging(settings, microbatch_digests=True, vitals="basic")
 
     def microbatch_digests(state: TrainState, tokens: jax.Array) -> jax.Array:
         params = precision.wide(state.params)

@@ -24,6 +24,7 @@ schedule: {kind: palm}
 optimizer: {name: adafactor}
 """
 COSINE = "schedule={kind: cosine, peak: 0.1, final: 0.01, warmup_steps: 3, decay_steps: 30}"
+HUTCHINSON = "optimizer={name: sophia, estimator: hutchinson}"
 
 
 @pytest.fixture
@@ -323,6 +324,9 @@ def test_override_of_an_aliased_section_leaves_the_other_one(small):
             ["optimizer={name: soap}", "model.feed_forward=90"],
             ["model.feed_forward = 90", "numerics.lanes=8", "optimizer.largest_side less than 90"],
         ),
+        ([HUTCHINSON, "mesh.tensor=2"], ["mesh.tensor=2", "optimizer.estimator=hutchinson"]),
+        ([HUTCHINSON, "model.attention=splash"], ["model.attention=splash", "hutchinson"]),
+        ([HUTCHINSON, "precision.policy=float8"], ["precision.policy=float8", "hutchinson"]),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused_with_all_their_values(
@@ -340,6 +344,8 @@ def test_settings_that_do_not_fit_together_are_refused_with_all_their_values(
         ["numerics.lanes=1", "data.ramp={sizes: [3]}"],
         [COSINE, "schedule.warmup_steps=29", "schedule.final=0.1"],
         ["optimizer={name: adamw, beta2: 0.9}"],
+        ["optimizer={name: sophia}", "mesh.tensor=2", "precision.policy=float8"],
+        [HUTCHINSON, "mesh={data: 2, fsdp: 4}", "precision.policy=float16"],
         ["model.feed_forward=90", "mesh.tensor=2"],
     ],
 )

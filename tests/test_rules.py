@@ -1,4 +1,4 @@
-"""Factored Adafactor, Lion, Muon, SGD and decay's variants, step by step in NumPy float64."""
+"""Factored Adafactor, Lion, Muon, SGD, Sophia, decay's variants, step by step in float64."""
 
 from __future__ import annotations
 
@@ -61,9 +61,15 @@ def stepping(settings: config.Optimizer) -> tuple[Any, Any]:
     mesh = sharding.make_mesh(config.Mesh())
     rule = optimizer.build(settings, reductions.MatrixReductions(reductions.Canonical(2), 0))
 
-    def step(params, state, gradient, norm, rate, share):
+    def step(params, state, gradient, norm, rate, share, curvature):
         updates, after = rule.update(
-            gradient, state, params, gradient_norm=norm, rate=rate, share=share
+            gradient,
+            state,
+            params,
+            gradient_norm=norm,
+            rate=rate,
+            share=share,
+            curvature=curvature,
         )
         return optax.apply_updates(params, updates), after
 
@@ -78,12 +84,19 @@ def norm_of(tree: Any) -> float:
     return math.sqrt(sum(float((np.float64(x) ** 2).sum()) for x in jax.tree.leaves(tree)))
 
 
-def run(settings: config.Optimizer, params: Any, gradients: list[Any]) -> tuple[Any, Any]:
+def run(
+    settings: config.Optimizer,
+    params: Any,
+    gradients: list[Any],
+    estimates: list[Any] | None = None,
+) -> tuple[Any, Any]:
+    """`estimates`: of curvature, for Sophia; by default the gradients themselves."""
     init, step = stepping(settings)
     state = init(params)
-    for gradient, rate, share in zip(gradients, RATES, SHARES, strict=False):
-        numbers = np.float32(norm_of(gradient)), np.float32(rate), np.float32(share)
-        params, state = step(params, state, gradient, *numbers)
+    for index, gradient in enumerate(gradients):
+        numbers = map(np.float32, (norm_of(gradient), RATES[index], SHARES[index]))
+        estimate = gradient if estimates is None else estimates[index]
+        params, state = step(params, state, gradient, *numbers, estimate)
     return jax.device_get((params, state))
 
 
@@ -422,6 +435,51 @@ def test_decompositions_of_what_is_not_finite_come_to_an_end():
     assert sorted(order) == list(range(5))
 
 
+# --- Sophia ---
+
+
+def test_sophia_divides_by_curvature_that_every_kth_update_averages_and_clips_each_element():
+    settings = config.Sophia(
+        name="sophia", refresh_every=2, gamma=0.5, epsilon=1e-4, weight_decay=0.3
+    )
+    params = params_of()
+    gradients = gradients_of(params)
+    rng = np.random.default_rng(5)
+    # Hutchinson's may be negative.
+    estimates = [
+        jax.tree.map(lambda p: (rng.normal(size=p.shape) + 0.5).astype(np.float32), params)
+        for _ in gradients
+    ]
+    clipped = []
+
+    def step(name, memory, p, g, index):
+        m = memory["m"] = 0.965 * memory.get("m", 0) + 0.035 * g
+        if index in (0, 2, 4):
+            estimate = apart(estimates[index])[name]
+            memory["h"] = 0.99 * memory.get("h", 0) + 0.01 * estimate
+        u = m / np.maximum(0.5 * memory["h"], 1e-4)
+        clipped.append(np.abs(u).ravel() > 1)
+        return (1 - RATES[index] * 0.3) * p - RATES[index] * np.clip(u, -1, 1)
+
+    found, state = run(settings, params, gradients, estimates)
+    # A momentum that nearly cancels is divided by as little as epsilon.
+    close(found, followed(params, gradients, step), 1e-5)
+    assert 0.1 < np.concatenate(clipped).mean() < 0.9
+    assert jax.tree.structure(state["moments"].curvature) == jax.tree.structure(params)
+
+
+def test_sophia_keeps_its_curvature_where_an_estimate_is_not_finite():
+    params = params_of()
+    gradients = gradients_of(params)[:1]
+    estimate = jax.tree.map(np.ones_like, params)
+    estimate["embedding_VD"][0, 0] = np.nan
+    estimate["embedding_VD"][0, 1] = np.inf
+    _, state = run(config.Sophia(name="sophia"), params, gradients, [estimate])
+    h = state["moments"].curvature["embedding_VD"]
+    np.testing.assert_array_equal(h[0, :2], 0)
+    np.testing.assert_allclose(h[0, 2:], 0.01, rtol=1e-6)
+
+
 # --- decay ---
 
 
@@ -446,6 +504,7 @@ RULES: dict[str, Any] = {
     "muon": config.Muon,
     "soap": config.SOAP,
     "sgd": config.SGD,
+    "sophia": config.Sophia,
 }
 
 
@@ -485,7 +544,7 @@ def test_updates_are_counted(name):
     assert [int(x) for x in counters] == [3]
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "sgd"])
+@pytest.mark.parametrize("name", ["lion", "muon", "sgd", "sophia"])
 def test_numbers_in_force_are_those_of_the_settings(name):
     settings = RULES[name](name=name, weight_decay=0.5, clip_norm=None)
     found = optimizer.in_force(settings, None, jnp.float32(0.04))
@@ -504,6 +563,7 @@ def test_numbers_in_force_are_those_of_the_settings(name):
         config.Muon(name="muon"),
         config.SGD(name="sgd"),
         config.SGD(name="sgd", nesterov=True),
+        config.Sophia(name="sophia"),
     ],
     ids=str,
 )
@@ -520,6 +580,8 @@ def test_what_is_taken_of_the_moments_is_shown_before_signs_and_orthogonalisatio
         expected = 0.9 * before["moments"].ema["layers"]["w_gate_DF"] + 0.1 * g
     elif settings.name == "muon":
         expected = 0.95 * after["moments"].ema["layers"]["w_gate_DF"] + 0.05 * g
+    elif settings.name == "sophia":
+        expected = after["moments"].ema["layers"]["w_gate_DF"]
     else:
         expected = after["moments"].trace["layers"]["w_gate_DF"]
         expected = 0.9 * expected + g if settings.nesterov else expected

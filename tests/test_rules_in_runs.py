@@ -26,7 +26,9 @@ RULES = {
     "muon": {"optimizer": {"name": "muon", "weight_decay": 0.1}, "schedule.peak": 0.02},
     "sgd": {"optimizer": {"name": "sgd", "nesterov": True}, "schedule.peak": 0.1},
     "soap": {"optimizer": {"name": "soap", "refresh_every": 2}, "schedule.peak": 0.003},
+    "sophia": {"optimizer": {"name": "sophia", "refresh_every": 2}, "schedule.peak": 0.001},
 }
+HUTCHINSON = {"name": "sophia", "refresh_every": 2, "estimator": "hutchinson"}
 POLICIES = ("float32", "bfloat16", "bfloat16_pure", "float16", "float8")
 ONE_SIZE = {"data.ramp": {"sizes": [8]}}
 STEPS = 5
@@ -74,6 +76,7 @@ def steps_from(program: step.Program, state, start: int, stop: int):
         pytest.param("lion", "float16", (2, 1), marks=pytest.mark.slow),
         pytest.param("sgd", "float8", (1, 4), marks=pytest.mark.slow),
         pytest.param("soap", "float32", (2, 2), marks=pytest.mark.slow),
+        pytest.param("sophia", "bfloat16_pure", (1, 2), marks=pytest.mark.slow),
     ],
 )
 def test_run_resumes_from_its_checkpoint_and_replays_bit_for_bit(
@@ -95,12 +98,14 @@ def test_run_resumes_from_its_checkpoint_and_replays_bit_for_bit(
 # --- every format ---
 
 
+# Some of the formats stand for all: Sophia has two gradients to compile, and SOAP computes what it
+# has alone in float32, and stores it in that or in bfloat16.
+SOME = {"sophia": ("float16", "float8"), "soap": ("float32", "bfloat16_pure")}
+FORMATS = [(rule, policy) for rule in RULES for policy in SOME.get(rule, POLICIES)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "policy"),
-    # SOAP computes what it has alone in float32, and stores it in that or in bfloat16.
-    [(r, p) for r in RULES for p in POLICIES if r != "soap" or p in ("float32", "bfloat16_pure")],
-)
+@pytest.mark.parametrize(("rule", "policy"), FORMATS)
 def test_five_steps_are_finite_and_the_same_again_and_in_two_parts(
     small, monkeypatch, rule, policy
 ):
@@ -158,6 +163,27 @@ def test_rules_give_the_same_bits_on_any_mesh(small, rule, alone, meshes):
     for mesh in meshes:
         program = program_for(on(settings, *mesh))
         assert as_bytes(steps_from(program, program.init(), 0, STEPS)) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "alone", "on_mesh"),
+    [
+        (RULES["sophia"]["optimizer"], (1, 1, 1), (2, 2, 1)),
+        (RULES["sophia"]["optimizer"], (1, 1, 2), (1, 4, 2)),
+        (HUTCHINSON, (1, 1, 1), (4, 2, 1)),
+    ],
+    ids=str,
+)
+def test_estimates_of_curvature_have_the_same_bits_on_any_mesh(small, optimizer, alone, on_mesh):
+    settings = small(
+        optimizer=optimizer, **ONE_SIZE, **{"model.num_layers": 1, "model.dropout": 0.1}
+    )
+    found = []
+    for mesh in (alone, on_mesh):
+        program = program_for(on(settings, *mesh))
+        found.append(as_bytes(steps_from(program, program.init(), 0, 3)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
@@ -220,4 +246,4 @@ def test_bytes_per_parameter_of_large_matrices(small):
     # K = D / 4 for 2, F = 4 D for 3; of the embedding, which is 0.19 D^2 for each layer, none.
     squares = 2 * (7 + 2 + 2 / 16 + 3 * 16)
     assert found.pop("soap") == pytest.approx(8 + 4 * squares / 14.69, rel=0.02)
-    assert found == {"adafactor": 8, "adamw": 8, "lion": 4, "sgd": 4}
+    assert found == {"adafactor": 8, "adamw": 8, "lion": 4, "sgd": 4, "sophia": 8}

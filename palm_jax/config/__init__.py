@@ -22,7 +22,7 @@ from palm_jax.config.data import MOST_INCREMENTS, MOST_TURNS, Data, LinearRamp, 
 from palm_jax.config.explaining import TAGS, explain, keys
 from palm_jax.config.fields import MOST_STEPS, Section
 from palm_jax.config.numerics import Mesh, Numerics, Precision
-from palm_jax.config.optimizer import SGD, SOAP, Adafactor, AdamW, Lion, Muon, Optimizer
+from palm_jax.config.optimizer import SGD, SOAP, Adafactor, AdamW, Lion, Muon, Optimizer, Sophia
 from palm_jax.config.running import Checkpoint, Distributed, Eval, Log, Spikes, Supervise, Verify
 from palm_jax.config.schedule import (
     ConstantSchedule,
@@ -70,6 +70,7 @@ __all__ = [
     "Ramp",
     "Schedule",
     "Section",
+    "Sophia",
     "Spikes",
     "Supervise",
     "Verify",
@@ -197,6 +198,19 @@ class Config(Section):
                 f"Lion, and optimizer.name={self.optimizer.name}; set optimizer.name=adamw or "
                 "lion, or model.mup_base_width=null"
             )
+        if isinstance(self.optimizer, Sophia) and self.optimizer.estimator == "hutchinson":
+            # Backward rules that must not be differentiated: some take a device's part of a
+            # cotangent for all of it, a kernel's has none, eight bits round what it would see.
+            for setting, is_refused in {
+                f"mesh.tensor={mesh.tensor}": mesh.tensor > 1,
+                f"model.attention={model.attention}": model.attention == "splash",
+                f"precision.policy={self.precision.policy}": self.precision.policy == "float8",
+            }.items():
+                if is_refused:
+                    raise ValueError(
+                        f"{setting}: optimizer.estimator=hutchinson cannot differentiate that "
+                        "twice; change it, or set optimizer.estimator=gauss_newton_bartlett"
+                    )
         if mesh.emulated_devices is not None and mesh.emulated_devices != num_devices:
             raise ValueError(
                 f"mesh.emulated_devices={mesh.emulated_devices}, but mesh.data x fsdp x tensor = "

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from palm_jax.config.fields import Fraction, NotNegative, PositiveFloat, Section
+from palm_jax.config.fields import Fraction, NotNegative, PositiveFloat, PositiveInt, Section
 
 # Parameters that weight decay leaves alone. The paper mentions none.
 Undecayed = tuple[Literal["norms", "embeddings", "biases"], ...]
@@ -98,4 +98,19 @@ class SGD(Section):
     no_decay: Undecayed = ()
 
 
-Optimizer = Adafactor | AdamW | Lion | Muon | SOAP | SGD
+class Sophia(Section):
+    """Momentum over an estimate of curvature, clipped (Liu et al., 2023, algorithm 3)."""
+
+    name: Literal["sophia"]
+    estimator: Literal["gauss_newton_bartlett", "hutchinson"] = "gauss_newton_bartlett"
+    refresh_every: PositiveInt = 10  # updates from one estimate to the next
+    beta1: Fraction = 0.965  # of the momentum
+    beta2: Fraction = 0.99  # of the curvature, from one estimate to the next
+    gamma: PositiveFloat = 0.01  # multiplies the curvature: the larger, the fewer are clipped
+    epsilon: PositiveFloat = 1e-12  # floor of gamma x curvature
+    clip_norm: PositiveFloat | None = 1.0
+    weight_decay: NotNegative = 0.1  # multiplied by the rate
+    no_decay: Undecayed = ()
+
+
+Optimizer = Adafactor | AdamW | Lion | Muon | SOAP | SGD | Sophia

@@ -220,6 +220,10 @@ def shared_memory(settings: config.Config, fork_count: int, distance: int) -> fl
             return settings.optimizer.beta2**distance
         case config.Muon() | config.SGD():
             return settings.optimizer.momentum**distance
+        case config.Sophia(beta2=beta2, refresh_every=k):
+            # Those updates average before which a multiple of k others were made.
+            first = max(0, fork_count - distance)
+            return beta2 ** len(range(-(-first // k) * k, fork_count, k))
     exponent = settings.optimizer.beta2_exponent
     first = max(1, fork_count - distance)
     return math.exp(

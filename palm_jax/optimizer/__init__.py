@@ -20,10 +20,18 @@ import numpy as np
 import optax
 
 from palm_jax import config, schedules
-from palm_jax.optimizer import adafactor, adam, lion, muon, parts, sgd, soap
+from palm_jax.optimizer import adafactor, adam, lion, muon, parts, sgd, soap, sophia
 from palm_jax.optimizer.parts import Matrices, clip_factor
 
-__all__ = ["Matrices", "build", "clip_factor", "in_force", "needs_share", "normalised"]
+__all__ = [
+    "Matrices",
+    "build",
+    "clip_factor",
+    "in_force",
+    "needs_share",
+    "normalised",
+    "wants_curvature",
+]
 
 
 def build(
@@ -31,7 +39,8 @@ def build(
 ) -> optax.GradientTransformationExtraArgs:
     """The whole rule: `update(gradients, state, params, gradient_norm=, rate=, zero=)`.
 
-    With `share=`, too, where `needs_share(settings)`. The form of its state depends on
+    With `share=`, too, where `needs_share(settings)`, and `curvature=`, an estimate that
+    curvature.py makes, where `wants_curvature` gives an answer. The form of its state depends on
     `settings.name` (and `factored`) alone: parts that are switched off stand in it, empty, so
     that they can be switched on in the middle of a run.
 
@@ -54,6 +63,8 @@ def build(
             chain = soap.chain(settings, matrices)
         case config.SGD():
             chain = sgd.chain(settings)
+        case config.Sophia():
+            chain = sophia.chain(settings)
     if isinstance(settings, config.AdamW | config.Lion):
         chain["moments"] = parts.with_kernel_rate(chain["moments"], kernel_rate)
     return optax.named_chain(("clip", clip), *chain.items())
@@ -62,6 +73,11 @@ def build(
 def needs_share(settings: config.Optimizer) -> bool:
     """Whether an update takes schedules.share_of_peak, f32[]."""
     return isinstance(settings, config.AdamW) and settings.independent_decay
+
+
+def wants_curvature(settings: config.Optimizer, state: Any) -> jax.Array | None:
+    """bool[]: whether the update from `state` looks at its `curvature`. None: it takes none."""
+    return sophia.is_due(settings, state) if isinstance(settings, config.Sophia) else None
 
 
 def normalised(
@@ -76,7 +92,8 @@ def normalised(
     """What an update takes of the moments, before anything clips, signs or scales it.
 
     Adafactor's g / sqrt(v), AdamW's m / (sqrt(v) + epsilon), SOAP's, too, Lion's average before
-    its sign, Muon's before it is orthogonalised, SGD's momentum; XLA finds that it was computed.
+    its sign, Muon's before it is orthogonalised, SGD's and Sophia's momentum; XLA finds that it was
+    computed.
 
     Args:
       gradient: before it was clipped.
@@ -102,6 +119,8 @@ def normalised(
                 return trace
             clipped = jax.tree.map(lambda g: g * clip, gradient)
             return sgd.accumulated(clipped, trace, settings.momentum, zero)
+        case config.Sophia():
+            return state_after["moments"].ema
 
 
 def in_force(
@@ -134,7 +153,7 @@ def in_force(
         case config.SOAP():
             numbers |= {"beta1": settings.beta1, "beta2": settings.beta2}
             decay = soap.decay_in_force(settings, state, rate)
-        case config.AdamW() | config.Lion():
+        case config.AdamW() | config.Lion() | config.Sophia():
             numbers |= {"beta1": settings.beta1, "beta2": settings.beta2}
             decay = (rate if share is None else share) * settings.weight_decay
     numbers = {name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}

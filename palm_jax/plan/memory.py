@@ -51,6 +51,8 @@ def moments(optimizer: config.Optimizer) -> tuple[str, ...]:
             return "first_moment", "second_moment", "covariances", "eigenbases"
         case config.Lion() | config.SGD():
             return ("momentum",)
+        case config.Sophia():
+            return "momentum", "curvature"
 
 
 SQUARE = "^2"  # "NHK^2" are the axes of a matrix for each layer, H x K by H x K
