@@ -526,7 +526,8 @@ def test_kinds_of_parameters():
         "unembedding_VD": "embeddings",
         "norm_scale_D": "norms",
         "query_norm_scale_K": "norms",
-        "b_up_F": "biases",
+        "up_bias_F": "biases",
+        "query_bias_HK": "biases",
         "w_query_DHK": "kernels",
     }
     for name, kind in names.items():
