@@ -93,32 +93,38 @@ class Block(nn.Module):
         """
         m = self.settings
         attend = functools.partial(
-            self.attention, documents_BL=documents_BL, product=product, key=key
+            self.attention,
+            length=x_BLd.shape[1],
+            documents_BL=documents_BL,
+            product=product,
+            key=key,
         )
         feed = functools.partial(self.feed_forward, product=product)
         if m.block == "parallel":
-            normed_BLd = self.norm("norm", x_BLd)
-            attention_BLD, seen = attend(normed_BLd)
-            feed_forward_BLD = feed(normed_BLd)
+            both = self.tokens(self.norm("norm", x_BLd))  # made whole once for both
+            attention_TD, seen = attend(*both)
+            sum_TD = feed(both[1]) + attention_TD
             outputs = ("attention", "down")
-            branches_BLd = self.branch(
-                feed_forward_BLD + attention_BLD, outputs, dropout.FEED_FORWARD, key
-            )
+            branches_BLd = self.branch(sum_TD, outputs, dropout.FEED_FORWARD, key, x_BLd.shape)
             y_BLd = x_BLd + branches_BLd
         elif m.block == "serial":
-            attention_BLD, seen = attend(self.norm("attention_norm", x_BLd))
-            first_BLd = self.branch(attention_BLD, ("attention",), dropout.ATTENTION, key)
+            attention_TD, seen = attend(*self.tokens(self.norm("attention_norm", x_BLd)))
+            first_BLd = self.branch(
+                attention_TD, ("attention",), dropout.ATTENTION, key, x_BLd.shape
+            )
             between_BLd = x_BLd + first_BLd
-            feed_forward_BLD = feed(self.norm("feed_forward_norm", between_BLd))
-            second_BLd = self.branch(feed_forward_BLD, ("down",), dropout.FEED_FORWARD, key)
+            down_TD = feed(self.tokens(self.norm("feed_forward_norm", between_BLd))[1])
+            second_BLd = self.branch(down_TD, ("down",), dropout.FEED_FORWARD, key, x_BLd.shape)
             branches_BLd, y_BLd = first_BLd + second_BLd, between_BLd + second_BLd
         else:
             alpha = initial.deepnorm_alpha(m.num_layers)
-            attention_BLD, seen = attend(x_BLd)
-            first_BLd = self.branch(attention_BLD, ("attention",), dropout.ATTENTION, key)
+            attention_TD, seen = attend(*self.tokens(x_BLd))
+            first_BLd = self.branch(
+                attention_TD, ("attention",), dropout.ATTENTION, key, x_BLd.shape
+            )
             between_BLd = self.norm("attention_norm", _raised(x_BLd, alpha, first_BLd))
-            feed_forward_BLD = feed(between_BLd)
-            second_BLd = self.branch(feed_forward_BLD, ("down",), dropout.FEED_FORWARD, key)
+            down_TD = feed(self.tokens(between_BLd)[1])
+            second_BLd = self.branch(down_TD, ("down",), dropout.FEED_FORWARD, key, x_BLd.shape)
             y_BLd = self.norm("feed_forward_norm", _raised(between_BLd, alpha, second_BLd))
             branches_BLd = first_BLd + second_BLd
         if not self.observed:
@@ -133,6 +139,11 @@ class Block(nn.Module):
         if m.biases and m.norm == "layernorm":
             bias_D = self.param(f"{name}_bias_D", nn.initializers.zeros, (m.width,))
         return normed(x_BLd, m.norm, scale_D, bias_D, self.split).astype(self.dtype)
+
+    def tokens(self, x_BLd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """All tokens as one axis: this device's part of the stream [T, d], and the whole [T, D]."""
+        x_Td = x_BLd.reshape(-1, x_BLd.shape[-1])
+        return x_Td, self.split.whole(x_Td)
 
     def kernel(self, name: str, letters: str, shape: tuple[int, ...], fans: tuple[int, int]) -> Any:
         """The kernel of the product `name`; `fans`: inputs and outputs on all devices."""
@@ -150,10 +161,19 @@ class Block(nn.Module):
         return (y_TO.astype(jnp.float32) + bias.reshape(-1)).astype(y_TO.dtype)
 
     def branch(
-        self, partial_BLD: jax.Array, products: tuple[str, ...], place: int, key: jax.Array | None
+        self,
+        partial_TD: jax.Array,
+        products: tuple[str, ...],
+        place: int,
+        key: jax.Array | None,
+        shape: tuple[int, ...],
     ) -> jax.Array:
-        """What a branch adds to the stream, from each device's term of its last products."""
-        added_BLd = self.split.summed(partial_BLD)
+        """What a branch adds to the stream, of shape [B, L, d].
+
+        Args:
+          partial_TD: this device's term of the branch's last products, `products`.
+        """
+        added_BLd = self.split.summed(partial_TD).reshape(shape)
         if self.settings.biases:
             zeros, shape = nn.initializers.zeros, (self.settings.width,)
             biases = [self.param(f"{name}_bias_D", zeros, shape) for name in products]
@@ -165,21 +185,22 @@ class Block(nn.Module):
 
     def attention(
         self,
-        normed_BLd: jax.Array,
+        normed_Td: jax.Array,
+        normed_TD: jax.Array,
+        *,
+        length: int,
         documents_BL: jax.Array | None,
         product: Product,
         key: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        """This device's term of the attention's output [B, L, D], and what it shows if observed."""
+        """This device's term of the attention's output [T, D], and what it shows if observed."""
         m, split = self.settings, self.split
         D, K = m.width, m.head_size
         H = m.num_heads // split.size  # those here
-        B, L, d = normed_BLd.shape
-        T = B * L
+        T, L = normed_Td.shape[0], length
+        B = T // L
         all_heads = m.num_heads * K
         w_query_DHK = self.kernel("query", "DHK", (D, H, K), (D, all_heads))
-        normed_Td = normed_BLd.reshape(T, d)
-        normed_TD = split.whole(normed_Td)
         query_TX = product("query", normed_TD, w_query_DHK.reshape(D, H * K))
         query_TX = self.biased("query", "HK", query_TX, (H, K))  # X: heads and their size
         query_BLHK = query_TX.reshape(B, L, H, K)
@@ -224,8 +245,7 @@ class Block(nn.Module):
         found = attend(query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, given)
         heads_BLHK, seen = found if self.observed else (found, None)
         heads_TX = heads_BLHK.reshape(T, H * K)
-        attention_TD = product("attention", heads_TX, w_attention_HKD.reshape(H * K, D))
-        return attention_TD.reshape(B, L, D), seen
+        return product("attention", heads_TX, w_attention_HKD.reshape(H * K, D)), seen
 
     def shared(self, name: str, normed_Td: jax.Array) -> jax.Array:
         """The one key or value of all heads [T, K]: computed once, each device a part of D."""
@@ -242,13 +262,11 @@ class Block(nn.Module):
         y_TX = product(name, normed_TD, w_DGK.reshape(D, G * K))
         return self.biased(name, "GK", y_TX, (G, K))
 
-    def feed_forward(self, normed_BLd: jax.Array, product: Product) -> jax.Array:
-        """This device's term of the feed-forward's output, [B, L, D]."""
+    def feed_forward(self, normed_TD: jax.Array, product: Product) -> jax.Array:
+        """This device's term of the feed-forward's output, [T, D]."""
         m, split = self.settings, self.split
         D, F = m.width, m.feed_forward_size // split.size  # F: those here
-        B, L, d = normed_BLd.shape
         into, out = (D, m.feed_forward_size), (m.feed_forward_size, D)
-        normed_TD = split.whole(normed_BLd.reshape(B * L, d))
         gate_TF = None
         if m.is_gated:
             gate_TF = product("gate", normed_TD, self.kernel("gate", "DF", (D, F), into))
@@ -256,8 +274,7 @@ class Block(nn.Module):
         up_TF = product("up", normed_TD, self.kernel("up", "DF", (D, F), into))
         up_TF = self.biased("up", "F", up_TF, (F,))
         inner_TF = feed_forward.activated(m.activation, gate_TF, up_TF)
-        down_TD = product("down", inner_TF, self.kernel("down", "FD", (F, D), out))
-        return down_TD.reshape(B, L, D)
+        return product("down", inner_TF, self.kernel("down", "FD", (F, D), out))
 
 
 def init(key: jax.Array, settings: config.Model, zero: jax.Array | int = 0) -> Params:

@@ -180,9 +180,9 @@ def test_changed_environment_is_refused_by_name_unless_allowed(copy, monkeypatch
 
 
 def test_other_program_is_said_to_be_one(copy, monkeypatch, compiled_afresh):
-    from palm_jax import model
+    from palm_jax.decoder import norms
 
-    monkeypatch.setattr(model, "EPSILON", 1e-5)
+    monkeypatch.setattr(norms, "EPSILON", 1e-5)
     found = replay(copy, 4, 6)
     assert not found.identical
     assert found.expectation.startswith("other program")

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from runs import StopAfter
 
-from palm_jax import config, data, model, sharding, step
+from palm_jax import config, data, sharding, step
 from palm_jax import train as training
 from palm_jax.corpus import prepare
 from palm_jax.corpus.reader import Corpus
+from palm_jax.decoder import norms
 from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import folder, lock, logbook
 from palm_jax.record.checkpoints import Checkpoints
@@ -197,7 +198,7 @@ def test_code_that_makes_another_program_may_not_go_on(
 ):
     run = tmp_path / "run"
     shutil.copytree(straight[0], run)
-    monkeypatch.setattr(model, "EPSILON", 1e-5)
+    monkeypatch.setattr(norms, "EPSILON", 1e-5)
     with pytest.raises(CannotDo, match="the program for batches of 16 is not the one"):
         training.train(small(steps=13), run)
     assert Checkpoints(run / "segments/000/checkpoints", config.Checkpoint()).latest() == 12
