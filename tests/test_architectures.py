@@ -125,7 +125,7 @@ def test_every_architecture_splits_over_tensor(small, on_one_device, name):
     for key in wanted:
         if np.issubdtype(np.asarray(wanted[key]).dtype, np.floating):
             # Other orders of sums, in float32.
-            np.testing.assert_allclose(found[key], wanted[key], rtol=2e-4, atol=1e-6, err_msg=key)
+            np.testing.assert_allclose(found[key], wanted[key], rtol=2e-4, err_msg=key)
 
 
 @pytest.mark.slow
