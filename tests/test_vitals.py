@@ -204,7 +204,7 @@ def test_splash_shows_the_observed_queries_alone():
         for shape in [(2, 128, 2, 8), (2, 128, 8), (2, 128, 8)]
     )
     query = query.at[0, 3].multiply(10)  # not one of the observed
-    observe = functools.partial(attention.observed, query, key, value, None)
+    observe = functools.partial(attention.observed, query, key, value)
     _, every = jax.jit(functools.partial(observe, kind="xla"))()
     _, some = jax.jit(functools.partial(observe, kind="splash", interpret=True))()
     queries = attention.observed_queries(128)
