@@ -9,6 +9,7 @@ import collections.abc
 import contextlib
 import dataclasses
 import pathlib
+import time
 from typing import Any
 
 import jax
@@ -199,11 +200,12 @@ def _train_segment(
                 if due(step, settings.verify.every):
                     tell("phase", {"phase": "verifies", "step": step})
                     recorder.leave_out(_verify(program, state, tokens, segment, step, book, tell))
-                if not program.is_compiled(tokens):
+                is_new = not program.is_compiled(tokens)
+                if is_new:
                     tell("phase", {"phase": "compiles", "step": step})
                 with trace.step(step):
                     state, vitals = program.step(state, tokens, watch.controls(step))
-                recorder.leave_out(programs_noted.note(step, program))
+                recorder.leave_out(programs_noted.note(step, program, is_new))
                 recorder.leave_out(trace.after(step, vitals))
                 recorder.add(step, batch, vitals)
                 done = step + 1
@@ -218,8 +220,10 @@ def _train_segment(
                     break
                 if to_evaluate:
                     tell("phase", {"phase": "evaluates", "step": done})
+                    began = time.perf_counter()
                     evaluation = evaluate(program, state.params, corpus)
-                    _record_evaluation(book, summaries, tell, segment, done, evaluation)
+                    seconds = time.perf_counter() - began
+                    _record_evaluation(book, summaries, tell, segment, done, evaluation, seconds)
                     recorder.restart_clock()
                 if to_save:
                     digest = _save(saved, book, tell, segment, done, state, evaluation)
@@ -229,8 +233,10 @@ def _train_segment(
                 if stopped_by is not None:
                     break
         if start == settings.steps and keep:  # nothing was left to do
+            began = time.perf_counter()
             evaluation = evaluate(course.program_at(start), state.params, corpus)
-            _record_evaluation(book, summaries, tell, segment, done, evaluation)
+            seconds = time.perf_counter() - began
+            _record_evaluation(book, summaries, tell, segment, done, evaluation, seconds)
         if not keep or verdict is not None:
             digest = digests.digest(state).whole
         saved.wait()  # the run's last words come after its last checkpoint is on the disk
@@ -379,8 +385,9 @@ def _record_evaluation(
     segment: segments.Segment,
     step: int,
     evaluation: Evaluation,
+    seconds: float,
 ) -> None:
-    fields = {"segment": segment.segment, "step": step, **evaluation.fields()}
+    fields = {"segment": segment.segment, "step": step, **evaluation.fields(), "seconds": seconds}
     book.append("evaluation", **fields)
     book.flush()
     tell("evaluation", fields)
@@ -438,8 +445,14 @@ def _save(
 ) -> str:
     """Start saving `state` as checkpoint `step`; returns its digest."""
     record = {"segment": segment.segment}
+    began = time.perf_counter()
     digest = saved.save(step, state, record, None if evaluation is None else evaluation.loss)
-    fields = {"segment": segment.segment, "step": step, "state_digest": digest.whole}
+    fields = {
+        "segment": segment.segment,
+        "step": step,
+        "state_digest": digest.whole,
+        "blocked_seconds": time.perf_counter() - began,  # the rest is written while training
+    }
     book.append("checkpoint", **fields)
     book.flush()
     tell("checkpoint", fields)

@@ -29,9 +29,12 @@ class ProgramRecorder:
                 logbook.required(record, run.path, lowered_digest=str)
                 self._before[_key(record)] = record["lowered_digest"]
 
-    def note(self, step: int, program: Program) -> float:
+    def note(self, step: int, program: Program, is_new: bool) -> float:
         """Record what `program` has compiled since it was last noted; returns the seconds.
 
+        Args:
+          is_new: compiled just now, and not for an earlier run of this process: that took no time
+            of this one's.
         Raises:
           CannotDo: the run had another module here, and that is not allowed.
         """
@@ -60,8 +63,9 @@ class ProgramRecorder:
                     "palm_jax or JAX has changed. Continue with the versions in the logbook's "
                     "start event, or with --allow-environment, which the logbook will say"
                 )
-            self.book.append("program", **record, compile_seconds=compiled.compile_seconds)
-            seconds += compiled.compile_seconds
+            spent = compiled.compile_seconds if is_new else 0.0
+            self.book.append("program", **record, compile_seconds=spent)
+            seconds += spent
         return seconds
 
 
