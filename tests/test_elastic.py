@@ -139,13 +139,13 @@ def test_every_segment_replays_on_other_devices(history):
 
 @pytest.mark.slow
 def test_fast_sums_depend_on_the_devices(small, tmp_path):
-    """The negative control: the same matrix with XLA's own sums."""
-    settings = small(**SETTINGS, **{"numerics.reduction": "fast"})
+    """The negative control: with XLA's own sums the comparison fails."""
+    settings = small(**{"numerics.reduction": "fast", "data.ramp": {"sizes": [16]}})
     ends = {
-        mesh: train.train(on(settings, mesh), tmp_path / f"run-{mesh[0]}x{mesh[1]}").state_digest
-        for mesh in [(1, 1), (2, 1), (1, 4), (8, 1)]
+        mesh: train.train(on(settings, mesh, 6), tmp_path / f"run-{mesh[0]}x{mesh[1]}").state_digest
+        for mesh in [(1, 1), (8, 1)]
     }
-    assert len(set(ends.values())) > 1, ends
+    assert len(set(ends.values())) == 2, ends
 
 
 def test_a_run_with_fast_sums_keeps_its_mesh(small, tmp_path):
