@@ -30,6 +30,10 @@ MASKED = -1e30
 # The kernel cuts sequences into blocks of a multiple of a TPU's 128 lanes. Heads may have any
 # size up to what fits in a v4 core's own memory in float32, in blocks of 512.
 LANES, LARGEST_BLOCK, LARGEST_HEAD = 128, 512, 256
+# The name, in jax.checkpoint's policies, of what products with kernels read and give, and of what
+# attention gives: it is kept where model.remat is "attention".
+KEPT = "kept"
+
 # Queries of a microbatch's first sequence whose attention is looked at for the vitals.
 OBSERVED_QUERIES = 8
 
@@ -152,6 +156,7 @@ def splash(
             block_q_dq=size,
             block_kv_dq=size,
         ),
+        residual_checkpoint_name=KEPT,
         interpret=interpret,
     )
     segments = (

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from palm_jax import attention, config
 from palm_jax.decoder import dropout, feed_forward, initial, positions
@@ -143,7 +144,7 @@ class Block(nn.Module):
     def tokens(self, x_BLd: jax.Array) -> tuple[jax.Array, jax.Array]:
         """All tokens as one axis: this device's part of the stream [T, d], and the whole [T, D]."""
         x_Td = x_BLd.reshape(-1, x_BLd.shape[-1])
-        return x_Td, self.split.whole(x_Td)
+        return x_Td, checkpoint_name(self.split.whole(x_Td), attention.KEPT)
 
     def kernel(self, name: str, letters: str, shape: tuple[int, ...], fans: tuple[int, int]) -> Any:
         """The kernel of the product `name`; `fans`: inputs and outputs on all devices."""
@@ -240,18 +241,18 @@ class Block(nn.Module):
         )
         attend: Any = attention.observed if self.observed else attention.attention
         attend = functools.partial(attend, kind=m.attention)
-        if m.remat == "attention" and m.attention == "xla":  # splash keeps no scores
-            attend = jax.checkpoint(attend)
         found = attend(query_BLHK.astype(self.dtype), key_BSK.astype(self.dtype), value_BSK, given)
         heads_BLHK, seen = found if self.observed else (found, None)
         heads_TX = heads_BLHK.reshape(T, H * K)
+        if m.attention == "xla":  # splash names what it keeps, before it is turned
+            heads_TX = checkpoint_name(heads_TX, attention.KEPT)
         return product("attention", heads_TX, w_attention_HKD.reshape(H * K, D)), seen
 
     def shared(self, name: str, normed_Td: jax.Array) -> jax.Array:
         """The one key or value of all heads [T, K]: computed once, each device a part of D."""
         D, K = self.settings.width, self.settings.head_size
         w_DK = self.kernel(name, "DK", (D, K), (D, K))
-        y_TK = self.split.total(normed_Td @ self.split.part(w_DK))
+        y_TK = checkpoint_name(self.split.total(normed_Td @ self.split.part(w_DK)), attention.KEPT)
         return self.biased(name, "K", y_TK, (K,))
 
     def grouped(self, name: str, normed_TD: jax.Array, product: Product) -> jax.Array:
@@ -312,9 +313,12 @@ def init(key: jax.Array, settings: config.Model, zero: jax.Array | int = 0) -> P
     return params
 
 
+# What a layer's backward pass finds as it was. All else it computes again, and gathers again: kept
+# kernels of N layers would be the whole model on each device.
 _REMAT_POLICIES: dict[str, Any] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(attention.KEPT),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
 }
 
 
@@ -386,7 +390,11 @@ def _hidden(
     # visibly inside it, and compile time does not grow with depth.
     def layer(x_BLd: jax.Array, this: tuple[Any, Any]) -> tuple[jax.Array, Seen | None]:
         stored, number = this
-        product = layer_product(stored) or _plain_product
+        multiply = layer_product(stored) or _plain_product
+
+        def product(name: str, x_TI: jax.Array, w_IO: jax.Array) -> jax.Array:
+            return checkpoint_name(multiply(name, x_TI, w_IO), attention.KEPT)
+
         layer_key = None if key is None else jax.random.fold_in(key, number)
         params = {"params": gather_layer(stored)}
         found: Any = block.apply(params, x_BLd, documents_BL, product, layer_key)

@@ -199,7 +199,7 @@ def test_remat_policies_keep_what_their_names_say():
     assert has_scores == {"none": True, "attention": False, "dots": False, "full": False}
     gates = (n, 2 * LENGTH, feed_forward)
     num_gates = {policy: arrays.count(gates) for policy, arrays in kept.items()}
-    assert num_gates["none"] == num_gates["attention"] > num_gates["dots"] == 2
+    assert num_gates["none"] > num_gates["attention"] == num_gates["dots"] == 2
     assert num_gates["full"] == 0
     elements = [sum(map(math.prod, kept[policy])) for policy in kept]
     assert elements == sorted(elements, reverse=True)
