@@ -48,7 +48,7 @@ def test_command_in_the_docs_exists(words):
     parameters = command.make_context(words[0], rest).params
     shipped = parameters.get("config_file")
     if shipped is not None and str(shipped).startswith("configs/"):
-        config.load(ROOT / shipped, parameters["overrides"] or ())
+        config.load(ROOT / shipped, parameters.get("overrides") or ())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -26,6 +26,7 @@ from palm_jax.cli import (
     doctor,
     lab,
     logbook,
+    plan,
     replay,
     report,
     selftest,
@@ -71,6 +72,7 @@ app.command(
 app.command(epilog="Example: palm-jax doctor configs/quickstart.yaml --run runs/quickstart")(
     doctor.doctor
 )
+app.add_typer(plan.app, name="plan")
 app.add_typer(lab.app, name="lab")
 app.add_typer(selftest.app, name="selftest")
 

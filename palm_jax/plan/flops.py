@@ -6,6 +6,8 @@ Counts are exact Python integers.
 
 from __future__ import annotations
 
+import dataclasses
+
 from palm_jax import config
 from palm_jax.plan import parameters
 
@@ -19,6 +21,16 @@ PEAK_FLOPS = {
 }
 
 FLOAT32_BYTES = 4
+
+# What model.remat computes a second time, of the forward pass's 2N and 4LHQT. "full" is PaLM's own
+# policy and its own count: a layer's last products are needed by nobody in the backward pass.
+# Source: PaLM, section 4.1 and appendix B.
+RECOMPUTED = {
+    "none": (0.0, 0.0),
+    "attention": (0.0, 1.0),
+    "dots": (0.0, 1.0),  # products without weights are attention's
+    "full": (0.75, 1.0),
+}
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -74,6 +86,47 @@ def model_flops_utilisation(
     Source: PaLM, appendix B.
     """
     return tokens_per_second * train_flops_per_token(model) / (num_devices * peak_flops)
+
+
+def hardware_flops_per_token(model: config.Model) -> float:
+    """With what model.remat computes again, as PaLM counts it."""
+    dense, attention = RECOMPUTED[model.remat]
+    return train_flops_per_token(model, recomputed_dense=dense, recomputed_attention=attention)
+
+
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """Of so many chips: what a rate of tokens makes of their peak, and of a budget of tokens."""
+
+    flops_per_token: float
+    hardware_flops_per_token: float
+    tokens_per_second: float
+    chips: int
+    peak_flops: float  # of one chip
+    tokens: float | None = None  # the budget
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: recomputation is no use to anybody."""
+        return self.tokens_per_second * self.flops_per_token / (self.chips * self.peak_flops)
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: all that the chips computed."""
+        return self.mfu * self.hardware_flops_per_token / self.flops_per_token
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.tokens is None else self.tokens / self.tokens_per_second
+
+    @property
+    def chip_hours(self) -> float | None:
+        return None if self.seconds is None else self.seconds * self.chips / 3600
+
+
+def rate_at(mfu: float, flops_per_token: float, chips: int, peak_flops: float) -> float:
+    """Tokens a second at which chips reach a utilisation."""
+    return mfu * chips * peak_flops / flops_per_token
 
 
 def tokens_by_stage(run: config.Config) -> tuple[int, ...]:
