@@ -1,4 +1,4 @@
-"""`palm-jax lab`: experiments on a run's own states."""
+"""`palm-jax lab`: experiments, and what many of them say together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from palm_jax import config
+from palm_jax.cli import fit
 from palm_jax.cli.terms import AsJson, Run, check_is_run, prepare_jax, print_json
 from palm_jax.errors import WrongInput
 
@@ -18,12 +19,15 @@ if TYPE_CHECKING:
     from palm_jax.lab.snapshot import Snapshot
     from palm_jax.lab.underflow import Shares, Sum, Unchanged
 
-app = typer.Typer(help="Experiments on a run's own states.", no_args_is_help=True)
+app = typer.Typer(help="Experiments, and what many of them say together.", no_args_is_help=True)
 
 
 @app.callback()
 def lab() -> None:
-    """Experiments on a run's own states."""
+    """Experiments, and what many of them say together."""
+
+
+app.command(epilog="Example: palm-jax lab fit losses.csv --flops 1e21 --out runs/fit")(fit.fit)
 
 
 @app.command(epilog="Example: palm-jax lab underflow runs/quickstart --step 160")

@@ -115,14 +115,38 @@ CHINCHILLA = {
 }
 
 
-def kaplan_loss(non_embedding_parameters: float, tokens: float) -> float:
-    """L = ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D, of parameters without the embedding.
+@dataclasses.dataclass(frozen=True)
+class Kaplan:
+    """L = ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D, N without the embedding.
 
-    Source: Kaplan et al., 2020, equation 1.5 and table 2.
+    Source: Kaplan et al., 2020, equation 1.5.
     """
-    alpha_parameters, alpha_tokens = 0.076, 0.103
-    by_size = (6.4e13 / non_embedding_parameters) ** (alpha_parameters / alpha_tokens)
-    return float((by_size + 1.8e13 / tokens) ** alpha_tokens)
+
+    critical_parameters: float
+    critical_tokens: float
+    alpha_parameters: float
+    alpha_tokens: float
+
+    def loss(self, num_parameters: float, tokens: float) -> float:
+        ratio = self.alpha_parameters / self.alpha_tokens
+        by_size = (self.critical_parameters / num_parameters) ** ratio
+        return float((by_size + self.critical_tokens / tokens) ** self.alpha_tokens)
+
+    def optimum(self, flops: float) -> Optimum:
+        """The parameters and tokens with the lowest loss for a training budget.
+
+        With x = (N_c / N)^r and y = D_c / D, N D fixed, r x = y where the loss is lowest.
+        """
+        ratio = self.alpha_parameters / self.alpha_tokens
+        budget = flops / FLOPS_PER_PARAMETER_AND_TOKEN
+        scaled = ratio * budget * self.critical_parameters**ratio / self.critical_tokens
+        num_parameters = scaled ** (1 / (1 + ratio))
+        tokens = budget / num_parameters
+        return Optimum(num_parameters, tokens, self.loss(num_parameters, tokens))
+
+
+# Kaplan et al., table 2.
+KAPLAN = Kaplan(6.4e13, 1.8e13, alpha_parameters=0.076, alpha_tokens=0.103)
 
 
 def critical_batch(loss_nats: float) -> float:

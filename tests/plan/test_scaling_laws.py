@@ -53,7 +53,7 @@ def test_more_data_helps_less_under_the_refit():
 
 
 def test_kaplan():
-    assert scaling_laws.kaplan_loss(175e9, 300e9) == pytest.approx(1.66096, abs=5e-6)
+    assert scaling_laws.KAPLAN.loss(175e9, 300e9) == pytest.approx(1.66096, abs=5e-6)
     assert scaling_laws.critical_batch(3) == pytest.approx(1.069e6, rel=5e-4)
 
 
@@ -67,6 +67,17 @@ def test_no_size_on_a_grid_beats_the_optimum(name, log_flops):
     assert np.argmin(losses) == 200
     assert best.loss_nats == pytest.approx(losses[200], rel=1e-12)
     assert 6 * best.parameters * best.tokens == pytest.approx(flops, rel=1e-12)
+
+
+@given(log_flops=st.floats(17, 27))
+def test_no_size_on_a_grid_beats_kaplans_optimum(log_flops):
+    flops = 10.0**log_flops
+    best = scaling_laws.KAPLAN.optimum(flops)
+    losses = [
+        scaling_laws.KAPLAN.loss(size, flops / 6 / size)
+        for size in best.parameters * np.exp(np.linspace(-2, 2, 401))
+    ]
+    assert np.argmin(losses) == 200
 
 
 @pytest.mark.parametrize("name", sorted(CHINCHILLA))
