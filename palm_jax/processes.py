@@ -156,14 +156,14 @@ def shared_fate() -> collections.abc.Iterator[None]:
     listener.start()
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        # Most likely a connection to a peer that is gone. XLA finds out which one, and aborts.
-        time.sleep(meeting.waits().timeout_s + _FAREWELL_S)
-        raise LostPeer(f"the processes' connections failed: {_first_line(error)}") from error
     except Disagreement:
         _let_others_hear()
         raise
     except Exception as error:
+        if _is_xlas(error):
+            # Most likely a connection to a peer that is gone. XLA finds out which one, and aborts.
+            time.sleep(meeting.waits().timeout_s + _FAREWELL_S)
+            raise LostPeer(f"the processes' connections failed: {_first_line(error)}") from error
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was quicker
             text = f"{type(error).__name__}: {_first_line(error)}"
             _client().key_value_set(_GONE, json.dumps({"process": name(), "error": text}))
@@ -172,6 +172,17 @@ def shared_fate() -> collections.abc.Iterator[None]:
     finally:
         is_over.set()
         listener.join()
+
+
+# What begins an error of XLA, of the kinds that a lost connection has.
+_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
+
+
+def _is_xlas(error: Exception) -> bool:
+    """Whether XLA's runtime raised it; what fails as it is dispatched reaches us as ValueError."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return True
+    return isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
 
 
 def _end_with_another(is_over: threading.Event) -> None:
