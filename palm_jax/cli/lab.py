@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from palm_jax import config
-from palm_jax.cli import fit
+from palm_jax.cli import fit, noise
 from palm_jax.cli.terms import AsJson, Run, check_is_run, prepare_jax, print_json
 from palm_jax.errors import WrongInput
 
@@ -28,6 +28,9 @@ def lab() -> None:
 
 
 app.command(epilog="Example: palm-jax lab fit losses.csv --flops 1e21 --out runs/fit")(fit.fit)
+app.command("noise-scale", epilog="Example: palm-jax lab noise-scale runs/quickstart --step 160")(
+    noise.noise_scale
+)
 
 
 @app.command(epilog="Example: palm-jax lab underflow runs/quickstart --step 160")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 from typing import Any
 
@@ -66,7 +67,7 @@ def take(
     before = _on_host(state.params)
     scale = None if state.loss_scale is None else float(state.loss_scale.scale)
     end = corpus.manifest.end_of_document
-    gradient = _mean_gradient(program, state.params, tokens, end)
+    gradient = mean_gradient(program, state.params, end)(tokens)
     after, vitals = program.step(state, tokens, stepping.controls())
     changed = _on_host(after.params)
     applied = bool(vitals["applied"])
@@ -86,10 +87,13 @@ def _on_host(tree: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float32) for name, leaf in leaves.items()}
 
 
-def _mean_gradient(
-    program: stepping.Program, params: Any, tokens: jax.Array, end_of_document: int
-) -> dict[str, np.ndarray]:
-    """The gradient of the mean loss, computed in float32 whatever the program's policy."""
+def mean_gradient(
+    program: stepping.Program, params: Any, end_of_document: int
+) -> collections.abc.Callable[[jax.Array], dict[str, np.ndarray]]:
+    """A function of a batch's tokens: the gradient of their mean loss, in float32.
+
+    Whatever the program's policy. Batches of one size share its compilation.
+    """
     exact = program.settings.model_copy(update={"precision": config.Precision()})
     layout = jax.tree.map(lambda x: x.sharding.spec, params)
 
@@ -98,12 +102,14 @@ def _mean_gradient(
         per_target = 1.0 / summed.sums.targets.astype(jnp.float32)
         return jax.tree.map(lambda g: g * per_target, summed.gradient)
 
-    mapped = jax.shard_map(
-        mean,
-        mesh=program.mesh,
-        in_specs=(layout, PartitionSpec(None, sharding.DATA_PARALLEL)),
-        out_specs=layout,
-        check_vma=False,
+    mapped = jax.jit(
+        jax.shard_map(
+            mean,
+            mesh=program.mesh,
+            in_specs=(layout, PartitionSpec(None, sharding.DATA_PARALLEL)),
+            out_specs=layout,
+            check_vma=False,
+        )
     )
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    return _on_host(jax.jit(mapped)(wide, tokens))
+    return lambda tokens: _on_host(mapped(wide, tokens))
