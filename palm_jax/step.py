@@ -110,6 +110,64 @@ def _together(saved: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array,
 _gradients_together.defvjp(lambda hidden, table: ((hidden, table), None), _together)
 
 
+def split_of(settings: config.Config) -> Split:
+    """How the devices along `tensor` share the model; must run where the mesh axes are bound."""
+    return _split(reductions.order_of(settings.numerics))
+
+
+def outputs(
+    params: model.Params, inputs_BL: jax.Array, settings: config.Config, end_of_document: int
+) -> tuple[jax.Array, jax.Array]:
+    """What a microbatch's logits are made of: hidden states [B, L, D], the table [V here, D].
+
+    Args:
+      params: slices as stored; must run where the mesh axes are bound.
+    """
+    given = params, inputs_BL, settings, end_of_document
+    hidden_BLD, table_VD, _ = _outputs(*given, probes=None, scales=None, key=None, observed=False)
+    return hidden_BLD, table_VD
+
+
+def _outputs(
+    params: model.Params,
+    inputs_BL: jax.Array,
+    settings: config.Config,
+    end_of_document: int,
+    probes: model.Params | None,
+    scales: float8.LayerScales | None,
+    key: jax.Array | None,
+    observed: bool,
+) -> tuple[jax.Array, jax.Array, model.Seen | None]:
+    """As `outputs`, with what the layers show if `observed`; arguments as of `_microbatch`."""
+    dtype = precision.compute_dtype(settings.precision)
+    order = reductions.order_of(settings.numerics)
+    split = _split(order)
+    documents_BL = (
+        attention.document_numbers(inputs_BL, end_of_document)
+        if settings.model.isolate_documents
+        else None
+    )
+    top = {name: leaf for name, leaf in params.items() if name != "layers"}
+    whole = _gather(top, probes, dtype, order)
+    whole["layers"] = params["layers"], None if probes is None else probes["layers"], scales
+    found: Any = (model.observed_hidden if observed else model.hidden)(
+        whole,
+        inputs_BL,
+        settings=settings.model,
+        dtype=dtype,
+        documents_BL=documents_BL,
+        gather_layer=lambda stored: _gather(stored[0], stored[1], dtype, order),
+        layer_product=lambda stored: (
+            None if stored[2] is None else float8.product(stored[2], settings.precision, dtype)
+        ),
+        split=split,
+        key=key,
+    )
+    hidden_BLd, layers = found if observed else (found, None)
+    hidden_BLD, table_VD = _gradients_together(split.whole(hidden_BLd), model.unembedding(whole))
+    return hidden_BLD, table_VD, layers
+
+
 def microbatch_losses(
     params: model.Params,
     tokens_BL: jax.Array,
@@ -151,33 +209,11 @@ def _microbatch(
       key: of the dropout; None: nothing is dropped.
       labels_key: of labels that are drawn in the place of the targets; None: none are.
     """
-    dtype = precision.compute_dtype(settings.precision)
-    order = reductions.order_of(settings.numerics)
-    split = _split(order)
+    split = split_of(settings)
     inputs_BL, targets_BL = tokens_BL[:, :-1], tokens_BL[:, 1:]
-    documents_BL = (
-        attention.document_numbers(inputs_BL, end_of_document)
-        if settings.model.isolate_documents
-        else None
+    hidden_BLD, table_VD, layers = _outputs(
+        params, inputs_BL, settings, end_of_document, probes, scales, key, observed
     )
-    top = {name: leaf for name, leaf in params.items() if name != "layers"}
-    whole = _gather(top, probes, dtype, order)
-    whole["layers"] = params["layers"], None if probes is None else probes["layers"], scales
-    found: Any = (model.observed_hidden if observed else model.hidden)(
-        whole,
-        inputs_BL,
-        settings=settings.model,
-        dtype=dtype,
-        documents_BL=documents_BL,
-        gather_layer=lambda stored: _gather(stored[0], stored[1], dtype, order),
-        layer_product=lambda stored: (
-            None if stored[2] is None else float8.product(stored[2], settings.precision, dtype)
-        ),
-        split=split,
-        key=key,
-    )
-    hidden_BLd, layers = found if observed else (found, None)
-    hidden_BLD, table_VD = _gradients_together(split.whole(hidden_BLd), model.unembedding(whole))
     vocabulary_size, chunk = settings.model.vocabulary_size, settings.numerics.loss_chunk
     logit_scale = settings.model.output_scale
     if labels_key is not None:

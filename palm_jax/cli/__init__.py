@@ -24,6 +24,7 @@ from palm_jax.cli import (
     compile,
     data,
     doctor,
+    evaluate,
     lab,
     logbook,
     plan,
@@ -73,6 +74,9 @@ app.command(epilog="Example: palm-jax doctor configs/quickstart.yaml --run runs/
     doctor.doctor
 )
 app.add_typer(plan.app, name="plan")
+app.command(name="eval", epilog="Example: palm-jax eval runs/quickstart --step 100 --step 200")(
+    evaluate.evaluate
+)
 app.add_typer(lab.app, name="lab")
 app.add_typer(selftest.app, name="selftest")
 

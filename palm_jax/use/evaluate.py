@@ -55,16 +55,43 @@ def evaluate(
         here = np.arange(first, first + size) < num_sequences
         nats += np.asarray(sums.cross_entropy, np.float64).reshape(-1)[here].tolist()
         targets += int(np.sum(sums.targets))
+    return of_split(corpus, split, nats, targets)
+
+
+def of_split(corpus: Corpus | Corpora, split: str, nats: list[float], targets: int) -> Evaluation:
+    """The evaluation that the nats of every sequence, in the order of ids, and targets make."""
+    return of_sequences(
+        nats,
+        split=split,
+        targets=targets,
+        num_bytes=corpus.manifest.splits[split].target_bytes,
+        corpora=_bits_per_byte_of_each(corpus, split, nats),
+    )
+
+
+def of_sequences(
+    nats: list[float],
+    *,
+    split: str,
+    targets: int,
+    num_bytes: int,
+    corpora: dict[str, float] | None = None,
+) -> Evaluation:
+    """
+    Args:
+      nats: of each sequence.
+      num_bytes: that the targets stand for.
+    """
     total = math.fsum(nats)
     loss = total / targets
     return Evaluation(
         split=split,
         loss=loss,
         perplexity=math.exp(loss) if loss < 700 else math.inf,
-        bits_per_byte=total / math.log(2) / corpus.manifest.splits[split].target_bytes,
-        sequences=num_sequences,
+        bits_per_byte=total / math.log(2) / num_bytes,
+        sequences=len(nats),
         targets=targets,
-        corpora=_bits_per_byte_of_each(corpus, split, nats),
+        corpora=corpora,
     )
 
 
