@@ -145,6 +145,12 @@ def logits(hidden_BLD: np.ndarray, params: Any, m: config.Model) -> np.ndarray:
     return hidden_BLD @ table_VD[: m.vocabulary_size].T * scale
 
 
+def log_probabilities(params: Any, tokens_BL: np.ndarray, m: config.Model) -> np.ndarray:
+    """Of every token after each of a row's, [B, L, V]; the row's last token is only a target."""
+    logits_BLV = logits(hidden(params, tokens_BL[:, :-1], m), params, m)
+    return logits_BLV - np.log(np.exp(logits_BLV).sum(axis=-1, keepdims=True))
+
+
 def documents(ids_BL: np.ndarray, end: int) -> np.ndarray:
     numbers_BL = np.zeros(ids_BL.shape, np.int64)
     for b, t in np.ndindex(ids_BL.shape):

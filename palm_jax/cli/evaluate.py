@@ -51,6 +51,16 @@ def evaluate(
         pathlib.Path | None,
         typer.Option(help='Answer lines {"context": ..., "choices": [...], "answer": 0}.'),
     ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="Of lm-eval (the extra `eval`), by name; again for more."),
+    ] = None,
+    tasks_folder: Annotated[
+        pathlib.Path | None, typer.Option(help="With tasks of your own for lm-eval.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Documents of each task; the default is all.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Loss, perplexity, bits per byte and accuracy of RUN's model; nothing in the run changes.
@@ -59,8 +69,10 @@ def evaluate(
     steps give the curve. On the run's own corpus the loss is the one that the logbook has of the
     step, in the same bits where the environment is the same.
     """
-    if sum(given is not None for given in (corpus, text or None, choices)) > 1:
-        raise WrongInput("--corpus, --text and --choices are different things to do; give one")
+    if sum(given is not None for given in (corpus, text or None, choices, tasks or None)) > 1:
+        raise WrongInput("--corpus, --text, --choices and --tasks are different things; give one")
+    if (tasks_folder or limit) and not tasks:
+        raise WrongInput("--tasks-folder and --limit are about tasks; name some with --tasks")
     check_is_run(run)
     from palm_jax.record import folder
 
@@ -74,6 +86,8 @@ def evaluate(
         steps = sorted(set(step or [found.newest_step()]))
         if choices is not None:
             _choose(run, found, steps, choices, as_json)
+        elif tasks:
+            _do_tasks(run, found, steps, tasks, tasks_folder, limit, as_json)
         else:
             _evaluate(run, found, steps, split, corpus, text or [], as_json)
 
@@ -267,3 +281,39 @@ def _choose(
         print(f"of {last['spans']:,} a token spanned the end of the context")
     if last["truncated"]:
         print(f"of {last['truncated']:,} the context was too long, and lost its beginning")
+
+
+def _do_tasks(
+    run: pathlib.Path,
+    found: TrainedRun,
+    steps: list[int],
+    tasks: list[str],
+    folder: pathlib.Path | None,
+    limit: int | None,
+    as_json: bool,
+) -> None:
+    import contextlib
+
+    from palm_jax.record import logbook
+
+    # Its progress and that of its companions would go to stdout.
+    with contextlib.redirect_stdout(sys.stderr):
+        from palm_jax.use import harness, scoring
+
+        tokenizer, evaluations = found.tokenizer(), []
+        for moment in _moments(found, steps):
+            scorer = scoring.make_scorer(moment.program, found.end_of_document)
+            model = harness.PalmJax(scorer, moment.params, tokenizer)
+            told = harness.results(model, tasks, folder, limit)
+            evaluations.append({"step": moment.step, **logbook.plain(told)})
+    if as_json:
+        print_json({"run": str(run), "segment": found.segment, "evaluations": evaluations})
+        return
+    for row in evaluations:
+        for name, numbers in row["results"].items():
+            shown = ", ".join(
+                f"{key.removesuffix(',none')} {value:.4f}"
+                for key, value in numbers.items()
+                if isinstance(value, float)
+            )
+            print(f"step {row['step']}, {name}: {shown}")

@@ -129,7 +129,7 @@ def likelihoods(
     """
     length = scorer.program.settings.model.sequence_length
     for passage in given:
-        assert 0 < passage.scored < len(passage.tokens)
+        assert 0 <= passage.scored < len(passage.tokens)
         if passage.scored > length:
             raise WrongInput(
                 f"{passage.scored} tokens are to be scored at once, and the model's sequences have "

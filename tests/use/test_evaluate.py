@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
+import sys
 
 import formulas
 import jax
@@ -13,70 +13,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from palm_jax import cli, sharding, step, train
+from palm_jax import cli, sharding, step
 from palm_jax.corpus import prepare, tokenizers
 from palm_jax.corpus.corpora import Corpora
 from palm_jax.corpus.reader import Corpus
 from palm_jax.corpus.tokenizers import ByteTokenizer
-from palm_jax.errors import WrongInput
+from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import logbook
 from palm_jax.record.folder import RunFolder
 from palm_jax.use import breakdown, choices, material, scoring, trained
 
 END = 256
-
-
-@pytest.fixture(scope="module")
-def run(small, tmp_path_factory):
-    """8 steps, checkpoints at 4 and 8, evaluated at 2, 4, 6 and 8."""
-    settings = small(
-        **{
-            "data.ramp": {"starts": [0], "sizes": [8]},
-            "steps": 8,
-            "checkpoint.every": 4,
-            "eval": {"every": 2},
-        }
-    )
-    path = tmp_path_factory.mktemp("eval") / "run"
-    train.train(settings, path)
-    return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_scorer_is_compiled_once():
-    made, afresh = {}, scoring.make_scorer
-
-    def make_scorer(program, end_of_document):
-        key = id(program.losses)  # conftest.py keeps each program's
-        if key not in made:
-            made[key] = program.losses, afresh(program, end_of_document)
-        return dataclasses.replace(made[key][1], program=program)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "make_scorer", make_scorer)
-        yield
-
-
-@pytest.fixture(scope="module")
-def found(run):
-    there = RunFolder(run)
-    with trained.opened(there, there.config()) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def moment(found):
-    return found.at(8)
-
-
-@pytest.fixture(scope="module")
-def scorer(moment):
-    return scoring.make_scorer(moment.program, END)
-
-
-@pytest.fixture(scope="module")
-def params(moment):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), moment.params)
 
 
 @pytest.fixture
@@ -91,14 +38,6 @@ def answer_of(done):
     return json.loads(done.stdout)
 
 
-def numpy_log_probabilities(tokens_BL, params, settings):
-    """Of every token after each of a row's, [B, L, V], float64."""
-    logits = formulas.logits(
-        formulas.hidden(params, tokens_BL[:, :-1], settings.model), params, settings.model
-    )
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
 # --- tokens ---
 
 
@@ -106,7 +45,7 @@ def test_losses_and_greedy_tokens_are_those_of_numpy(found, moment, scorer, para
     settings = moment.program.settings
     ids = np.arange(scorer.at_once + 3)  # the last batch is partial
     tokens_BL = found.corpus.read("held_out", ids)
-    logs_BLV = numpy_log_probabilities(tokens_BL, params, settings)
+    logs_BLV = formulas.log_probabilities(params, tokens_BL, settings.model)
     seen = 0
     for own, scores in scorer(moment.params, len(ids), lambda ids: tokens_BL[ids]):
         rows = slice(own.start, own.stop)
@@ -133,7 +72,7 @@ def test_chunks_and_tensor_parallel_devices_change_no_score(small, found):
     sums = program.losses(params, program.put(tokens), program.put(counted))
     assert scores.nats_B.tobytes() == np.asarray(sums.cross_entropy).reshape(-1).tobytes()
     on_host = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    logs_BLV = numpy_log_probabilities(tokens, on_host, settings)
+    logs_BLV = formulas.log_probabilities(on_host, tokens, settings.model)
     np.testing.assert_array_equal(scores.greedy_BL, logs_BLV.argmax(-1))
     wanted = -np.take_along_axis(logs_BLV, tokens[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(scores.nats_BL, wanted, rtol=1e-4, atol=1e-5)
@@ -281,7 +220,7 @@ def test_a_text_costs_what_numpy_says(run, moment, params, in_process, tmp_path)
     total = 0.0
     for start in (0, 8, 16):
         row = np.array([stream[start : start + 9]])
-        logs = numpy_log_probabilities(row, params, moment.program.settings)[0]
+        logs = formulas.log_probabilities(params, row, moment.program.settings.model)[0]
         total -= sum(logs[i, target] for i, target in enumerate(row[0, 1:]))
     (found,) = answer["evaluations"]
     assert found["targets"] == 23
@@ -335,6 +274,7 @@ def test_a_corpus_of_another_length_is_refused(run, in_process, tmp_path, corpus
         (["--segment", 3], "there is no segment 003"),
         (["--text", "nowhere"], "--text nowhere cannot be read"),
         (["--text", "a", "--choices", "b"], "give one"),
+        (["--limit", 3], "name some with --tasks"),
         (["model.z_loss=0"], "model.z_loss"),
     ],
 )
@@ -342,6 +282,15 @@ def test_what_cannot_be_evaluated_is_refused_by_name(run, in_process, words, tol
     done = in_process(run, *words)
     assert isinstance(done.exception, WrongInput), done.output
     assert told in str(done.exception)
+
+
+def test_tasks_without_lm_eval_are_refused_with_what_to_install(run, in_process, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "palm_jax.use.harness", raising=False)
+    monkeypatch.delattr("palm_jax.use.harness", raising=False)
+    done = in_process(run, "--tasks", "arc_easy")
+    assert isinstance(done.exception, CannotDo)
+    assert "palm-jax[eval]" in str(done.exception)
 
 
 def test_without_its_corpus_a_run_evaluates_texts_at_its_checkpoints(run, tmp_path, monkeypatch):
@@ -377,7 +326,7 @@ def test_choices_are_scored_as_numpy_scores_them(run, moment, params, in_process
         for choice in line["choices"]:
             text = [END, *(line["context"] + choice).encode()]
             row = np.array([(text + [END] * 9)[:9]])
-            (logs,) = numpy_log_probabilities(row, params, moment.program.settings)
+            (logs,) = formulas.log_probabilities(params, row, moment.program.settings.model)
             first = len(line["context"])
             wanted.append(sum(logs[i, text[i + 1]] for i in range(first, len(text) - 1)))
         assert item["log_likelihoods"] == pytest.approx(wanted, rel=1e-4)
@@ -393,7 +342,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(scorer, moment, params):
     (found,) = choices.answer(scorer, moment.params, [item], ByteTokenizer())
     assert found.truncated
     row = np.array([list(b"step loss")])
-    (logs,) = numpy_log_probabilities(row, params, moment.program.settings)
+    (logs,) = formulas.log_probabilities(params, row, moment.program.settings.model)
     wanted = sum(logs[i, row[0, i + 1]] for i in range(4, 8))
     assert found.log_likelihoods[0] == pytest.approx(wanted, rel=1e-4)
     with pytest.raises(WrongInput, match=r"9 tokens .* have 8"):
