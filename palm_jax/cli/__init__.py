@@ -25,6 +25,7 @@ from palm_jax.cli import (
     data,
     doctor,
     evaluate,
+    export,
     lab,
     logbook,
     plan,
@@ -76,6 +77,10 @@ app.command(epilog="Example: palm-jax doctor configs/quickstart.yaml --run runs/
 app.add_typer(plan.app, name="plan")
 app.command(name="eval", epilog="Example: palm-jax eval runs/quickstart --step 100 --step 200")(
     evaluate.evaluate
+)
+app.command(epilog="Example: palm-jax export runs/quickstart --out exported")(export.export)
+app.command(name="import", epilog="Example: palm-jax import exported --run runs/imported")(
+    export.import_
 )
 app.add_typer(lab.app, name="lab")
 app.add_typer(selftest.app, name="selftest")

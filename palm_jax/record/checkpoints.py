@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
@@ -302,6 +303,34 @@ class Checkpoints:
         if not problems and digests.joined(found, targets).whole != stored["digest"]["whole"]:
             problems.append("another digest of the whole than was saved")
         return problems
+
+    def read(self, step: int, below: str) -> Iterator[tuple[str, np.ndarray]]:
+        """The leaves whose paths begin with `below`, by their paths without it, on one CPU device.
+
+        One at a time, each with the bits that were saved; needs neither the model nor a mesh.
+
+        Raises:
+          WrongInput: there is no such step, or no such leaf.
+          CannotDo: the checkpoint is damaged, or cannot be read here.
+        """
+        self.wait()
+        stored = self._stored(step)
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        targets = {path: digests.described(x, sharding) for path, x in stored["leaves"].items()}
+        wanted = [path for path in targets if path.startswith(below)]
+        if not wanted:
+            raise WrongInput(f"checkpoint {step} in {self.folder} has no leaf {below}...")
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader, _no_abandoned_files():
+            for path in wanted:
+                try:
+                    leaf = self._read_leaf(reader, step, targets, path)
+                except Exception as error:
+                    self._refuse_if_not_damage(step, error)
+                    problem = f"{path} cannot be read ({_brief(error)})"
+                    raise CannotDo(self._damaged(step, problem)) from error
+                if digests.digest(leaf).leaves[""] != stored["digest"]["leaves"][path]:
+                    raise CannotDo(self._damaged(step, f"other bits than were saved in {path}"))
+                yield path.removeprefix(below), np.asarray(leaf)
 
     def _read_leaf(
         self, reader: Any, step: int, targets: dict[str, jax.ShapeDtypeStruct], path: str

@@ -22,6 +22,7 @@ from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.folder import RunFolder
 from palm_jax.replay import bundles, states
 from palm_jax.step import Program
+from palm_jax.use import tokenizer_file
 
 
 class _NoRows:
@@ -111,17 +112,7 @@ class TrainedRun:
         Raises:
           WrongInput: its model lies with the corpus, which is not there.
         """
-        described = self.contents.tokenizer
-        if described.model is None:
-            return tokenizers.open_tokenizer(self.run.path, described)
-        elsewhere = map(pathlib.Path, self.course.base.data.places.values())
-        for folder in (self.run.path, *elsewhere):
-            if (folder / described.model.file).is_file():
-                return tokenizers.open_tokenizer(folder, described)
-        raise WrongInput(
-            f"the tokenizer of {self.run.path}, {described.model.file}, lies with its corpus, and "
-            f"{self.course.base.data.told} is not there; say where it is with data.corpus=DIR"
-        )
+        return tokenizer_file.opened(self.run, self.course.base, self.contents.tokenizer)
 
 
 @contextlib.contextmanager

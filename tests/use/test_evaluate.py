@@ -189,7 +189,7 @@ def by_fake_scores(what, nats=2.0):
 
 
 def test_bits_per_byte_of_a_text_count_its_own_bytes(tmp_path, corpus_folder):
-    texts = {"one.txt": "über alles\n" * 5, "two.txt": "ab"}
+    texts = {"one.txt": "über alles\n" * 5, "two.txt": "abc"}
     for name, content in texts.items():
         (tmp_path / name).write_text(content)
     prepare.prepare(
