@@ -29,6 +29,7 @@ from palm_jax.cli import (
     lab,
     logbook,
     plan,
+    memorisation,
     replay,
     report,
     selftest,
@@ -81,6 +82,9 @@ app.command(name="eval", epilog="Example: palm-jax eval runs/quickstart --step 1
 app.command(epilog="Example: palm-jax export runs/quickstart --out exported")(export.export)
 app.command(name="import", epilog="Example: palm-jax import exported --run runs/imported")(
     export.import_
+)
+app.command(epilog="Example: palm-jax memorisation runs/quickstart --sequences 200")(
+    memorisation.memorisation
 )
 app.add_typer(lab.app, name="lab")
 app.add_typer(selftest.app, name="selftest")
