@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import pathlib
 import sys
@@ -14,7 +15,7 @@ from palm_jax.errors import WrongInput
 
 if TYPE_CHECKING:
     from palm_jax.use.breakdown import Breakdown
-    from palm_jax.use.choices import Answered
+    from palm_jax.use.scoring import Scorer
     from palm_jax.use.trained import Trained, TrainedRun
 
 SHOWN = 5  # documents at each end of the table
@@ -92,19 +93,27 @@ def evaluate(
             _evaluate(run, found, steps, split, corpus, text or [], as_json)
 
 
-def _moments(found: TrainedRun, steps: list[int]) -> Any:
-    """The parameters before each of some steps, one after the other."""
+def _moments(
+    found: TrainedRun, steps: list[int]
+) -> collections.abc.Iterator[tuple[Trained, Scorer]]:
+    """The parameters before each of some steps, one after the other, and what scores with them."""
+    from palm_jax.use import scoring
+
+    scorers: dict[int, Scorer] = {}  # by program; the course keeps these
     for step in steps:
         moment = found.at(step)
         for problem in moment.damaged:
             print(f"passed over: {problem}", file=sys.stderr)
-        if moment.from_checkpoint not in (None, step):
+        start = moment.from_checkpoint or 0
+        if start != step:
             print(
-                f"step {step} has no checkpoint: steps {moment.from_checkpoint}:{step} were "
-                "executed again",
+                f"step {step} has no checkpoint: steps {start}:{step} were executed again",
                 file=sys.stderr,
             )
-        yield moment
+        if id(moment.program) not in scorers:
+            made = scoring.make_scorer(moment.program, found.end_of_document)
+            scorers[id(moment.program)] = made
+        yield moment, scorers[id(moment.program)]
 
 
 def _evaluate(
@@ -118,7 +127,7 @@ def _evaluate(
 ) -> None:
     import contextlib
 
-    from palm_jax.use import breakdown, material, scoring, trained
+    from palm_jax.use import breakdown, material, trained
 
     with contextlib.ExitStack() as stack:
         if texts:
@@ -138,21 +147,17 @@ def _evaluate(
             else material.also_trained_on(corpus, split, found.corpus),
         }
         recorded = trained.recorded_losses(found, corpus, what.split)
-        evaluations: list[tuple[Trained, Breakdown]] = []
-        scorers: dict[int, scoring.Scorer] = {}
-        for moment in _moments(found, steps):
-            scorer = scorers.setdefault(
-                id(moment.program), scoring.make_scorer(moment.program, found.end_of_document)
-            )
-            evaluations.append((moment, breakdown.break_down(scorer, moment.params, what, corpus)))
+        evaluations = [
+            (moment.step, breakdown.break_down(scorer, moment.params, what, corpus))
+            for moment, scorer in _moments(found, steps)
+        ]
         if as_json:
             about["evaluations"] = [
-                _plain(moment.step, parts, recorded.get(moment.step))
-                for moment, parts in evaluations
+                _plain(at, parts, recorded.get(at)) for at, parts in evaluations
             ]
             print_json(about)
         else:
-            _show(about, [(m.step, parts) for m, parts in evaluations], recorded)
+            _show(about, evaluations, recorded)
 
 
 def _plain(step: int, parts: Breakdown, recorded: float | None) -> dict[str, Any]:
@@ -242,13 +247,13 @@ def _show(
 def _choose(
     run: pathlib.Path, found: TrainedRun, steps: list[int], path: pathlib.Path, as_json: bool
 ) -> None:
-    from palm_jax.use import choices, scoring
+    from palm_jax.use import choices
 
     items, tokenizer = choices.read(path), found.tokenizer()
-    rows: list[tuple[int, list[Answered]]] = []
-    for moment in _moments(found, steps):
-        scorer = scoring.make_scorer(moment.program, found.end_of_document)
-        rows.append((moment.step, choices.answer(scorer, moment.params, items, tokenizer)))
+    rows = [
+        (moment.step, choices.answer(scorer, moment.params, items, tokenizer))
+        for moment, scorer in _moments(found, steps)
+    ]
     evaluations = [
         {
             "step": step,
@@ -298,11 +303,10 @@ def _do_tasks(
 
     # Its progress and that of its companions would go to stdout.
     with contextlib.redirect_stdout(sys.stderr):
-        from palm_jax.use import harness, scoring
+        from palm_jax.use import harness
 
         tokenizer, evaluations = found.tokenizer(), []
-        for moment in _moments(found, steps):
-            scorer = scoring.make_scorer(moment.program, found.end_of_document)
+        for moment, scorer in _moments(found, steps):
             model = harness.PalmJax(scorer, moment.params, tokenizer)
             told = harness.results(model, tasks, folder, limit)
             evaluations.append({"step": moment.step, **logbook.plain(told)})

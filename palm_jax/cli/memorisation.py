@@ -114,4 +114,4 @@ def memorisation(
     print(f"tokens before the first wrong one: {right:.2f} of {continuation} on average")
     for own, of, known in buckets:
         these = str(own.start) if len(own) == 1 else f"{own.start} to {own.stop - 1}"
-        print(f"  {these} times in the training split: {known} of {of} ({known / of:.1%})")
+        print(f"  of those that occur {these} x in training: {known} of {of} ({known / of:.1%})")

@@ -230,6 +230,7 @@ def made_up(settings: config.Model) -> model.Params:
     return jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", MODELS.values(), ids=MODELS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_transformers_computes_the_same_logits(switches, found, tmp_path):
