@@ -159,6 +159,22 @@ def test_a_changed_bit_and_a_missing_file_are_found(exported, tmp_path, in_proce
         portable.read(tmp_path / "empty")
 
 
+def test_a_damaged_checkpoint_is_not_exported(run, in_process, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    state = copy / "segments" / "000" / "checkpoints" / "8" / "state"
+    files = [path for path in state.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    for place in range(len(content) // 4, len(content), len(content) // 4):
+        content[place] ^= 1
+    largest.write_bytes(content)
+    done = in_process("export", copy, "--out", tmp_path / "out")
+    assert isinstance(done.exception, CannotDo)
+    assert "checkpoint 8" in str(done.exception)
+    assert "use step 4 instead" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_settings_of_another_model_are_refused_by_the_array(exported, in_process, tmp_path):
     done = in_process("import", exported, "--run", tmp_path / "run", "model.width=32")
     assert isinstance(done.exception, WrongInput)
