@@ -127,6 +127,39 @@ def _xla_and_scores(
     return jnp.einsum("bhls,bsk->blhk", weights_BHLS, value_BSK), scores_BHLS
 
 
+def cached(
+    query_BLHK: jax.Array,
+    key_BGSK: jax.Array,
+    value_BGSK: jax.Array,
+    visible_BLS: jax.Array,
+    positions_BL: jax.Array,
+    slopes_H: jax.Array | None = None,
+) -> jax.Array:
+    """Attention [B, L, H, K] of a text's next tokens to all that is kept of it.
+
+    Args:
+      query_BLHK: the scale of the scores is already in it.
+      key_BGSK, value_BGSK: a slot a position; each serves H/G neighbouring heads.
+      visible_BLS: which slots a query sees.
+      positions_BL: of the queries.
+      slopes_H: as in `Given`.
+    """
+    B, L, H, K = query_BLHK.shape
+    G, S = key_BGSK.shape[1:3]
+    query_BGXK = query_BLHK.swapaxes(1, 2).reshape(B, G, H // G * L, K)  # X: heads and queries
+    scores_BGXS = jnp.einsum(
+        "bgxk,bgsk->bgxs", query_BGXK, key_BGSK, preferred_element_type=jnp.float32
+    )
+    scores_BHLS = scores_BGXS.reshape(B, H, L, S)
+    if slopes_H is not None:
+        distance_BLS = (positions_BL[..., None] - jnp.arange(S)).astype(jnp.float32)
+        scores_BHLS -= slopes_H[:, None, None] * distance_BLS[:, None]
+    weights_BHLS = softmax(jnp.where(visible_BLS[:, None], scores_BHLS, MASKED))
+    weights_BGXS = weights_BHLS.astype(value_BGSK.dtype).reshape(scores_BGXS.shape)
+    heads_BGXK = jnp.einsum("bgxs,bgsk->bgxk", weights_BGXS, value_BGSK)
+    return heads_BGXK.reshape(B, H, L, K).swapaxes(1, 2)
+
+
 def block_size(length: int) -> int:
     """The largest multiple of LANES, up to LARGEST_BLOCK, that divides the length."""
     return max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if length % size == 0)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from palm_jax import attention, config
+from palm_jax import attention, config, rounding
 from palm_jax.decoder import dropout, feed_forward, initial, positions
 from palm_jax.decoder.embedding import embed, with_positions
 from palm_jax.decoder.norms import normalise, normed
@@ -36,6 +36,22 @@ from palm_jax.decoder.split import UNDIVIDED, Split
 Params = dict[str, Any]
 # (name of a kernel's place, inputs [T, I], kernel [I, O]) -> [T, O].
 Product = collections.abc.Callable[[str, jax.Array, jax.Array], jax.Array]
+
+
+class Kept(NamedTuple):
+    """What one layer keeps of the tokens so far, rotated and normed: a slot a position."""
+
+    key_BGSK: jax.Array
+    value_BGSK: jax.Array
+
+
+class Behind(NamedTuple):
+    """What lies behind the tokens that continue a text, and where they stand."""
+
+    kept: Kept
+    first_B: jax.Array  # i32: position of each row's first new token; the others follow it
+    positions_BL: jax.Array  # i32, of all new ones
+    visible_BLS: jax.Array  # bool: which slots they see
 
 
 class Seen(NamedTuple):
@@ -63,6 +79,26 @@ def _raised(x: jax.Array, alpha: float, branch: jax.Array) -> jax.Array:
     return alpha * x.astype(jnp.float32) + branch.astype(jnp.float32)
 
 
+def _rows(table_SX: Any, positions_BL: jax.Array) -> jax.Array:
+    """Rows of a table by position; past its end, where no token's stands, the last one."""
+    return jnp.asarray(table_SX).at[positions_BL].get(mode="clip")
+
+
+def _appended(kept_BGSK: jax.Array, new_BLGK: jax.Array, first_B: jax.Array) -> jax.Array:
+    """What was kept, with new tokens from each row's slot `first` on."""
+    new_BGLK = new_BLGK.swapaxes(1, 2)
+
+    # Row by row, in place. XLA:CPU would copy all that is kept for a scatter, and for an update
+    # outside of a loop, which it makes twice; so it must not see that one row is one turn.
+    num_turns = len(first_B) + rounding.unknown_zero(first_B[0])
+
+    def put(row: Any, kept_BGSK: jax.Array) -> jax.Array:
+        new_1GLK = jax.lax.dynamic_slice_in_dim(new_BGLK, row, 1)
+        return jax.lax.dynamic_update_slice(kept_BGSK, new_1GLK, (row, 0, first_B[row], 0))
+
+    return jax.lax.fori_loop(0, num_turns, put, kept_BGSK)
+
+
 class Block(nn.Module):
     """One layer.
 
@@ -87,10 +123,12 @@ class Block(nn.Module):
         documents_BL: jax.Array | None,
         product: Product = _plain_product,
         key: jax.Array | None = None,
+        behind: Behind | None = None,
     ) -> Any:
         """
         Args:
           key: of this layer's dropout; None: nothing is dropped.
+          behind: given, the tokens continue others; then (y, Kept with them) is returned.
         """
         m = self.settings
         attend = functools.partial(
@@ -99,17 +137,18 @@ class Block(nn.Module):
             documents_BL=documents_BL,
             product=product,
             key=key,
+            behind=behind,
         )
         feed = functools.partial(self.feed_forward, product=product)
         if m.block == "parallel":
             both = self.tokens(self.norm("norm", x_BLd))  # made whole once for both
-            attention_TD, seen = attend(*both)
+            attention_TD, beside = attend(*both)
             sum_TD = feed(both[1]) + attention_TD
             outputs = ("attention", "down")
             branches_BLd = self.branch(sum_TD, outputs, dropout.FEED_FORWARD, key, x_BLd.shape)
             y_BLd = x_BLd + branches_BLd
         elif m.block == "serial":
-            attention_TD, seen = attend(*self.tokens(self.norm("attention_norm", x_BLd)))
+            attention_TD, beside = attend(*self.tokens(self.norm("attention_norm", x_BLd)))
             first_BLd = self.branch(
                 attention_TD, ("attention",), dropout.ATTENTION, key, x_BLd.shape
             )
@@ -119,7 +158,7 @@ class Block(nn.Module):
             branches_BLd, y_BLd = first_BLd + second_BLd, between_BLd + second_BLd
         else:
             alpha = initial.deepnorm_alpha(m.num_layers)
-            attention_TD, seen = attend(*self.tokens(x_BLd))
+            attention_TD, beside = attend(*self.tokens(x_BLd))
             first_BLd = self.branch(
                 attention_TD, ("attention",), dropout.ATTENTION, key, x_BLd.shape
             )
@@ -128,9 +167,11 @@ class Block(nn.Module):
             second_BLd = self.branch(down_TD, ("down",), dropout.FEED_FORWARD, key, x_BLd.shape)
             y_BLd = self.norm("feed_forward_norm", _raised(between_BLd, alpha, second_BLd))
             branches_BLd = first_BLd + second_BLd
+        if behind is not None:
+            return y_BLd, beside
         if not self.observed:
             return y_BLd
-        return y_BLd, Seen(_sum_of_squares(x_BLd), _sum_of_squares(branches_BLd), seen)
+        return y_BLd, Seen(_sum_of_squares(x_BLd), _sum_of_squares(branches_BLd), beside)
 
     def norm(self, name: str, x_BLd: jax.Array) -> jax.Array:
         """The norm `name`, in the compute format."""
@@ -193,8 +234,10 @@ class Block(nn.Module):
         documents_BL: jax.Array | None,
         product: Product,
         key: jax.Array | None,
+        behind: Behind | None,
     ) -> tuple[jax.Array, Any]:
-        """This device's term of the attention's output [T, D], and what it shows if observed."""
+        """This device's term of the attention's output [T, D], and beside it what is kept of
+        a text that goes on, or what the attention shows if observed."""
         m, split = self.settings, self.split
         D, K = m.width, m.head_size
         H = m.num_heads // split.size  # those here
@@ -226,14 +269,34 @@ class Block(nn.Module):
             query_BLHK = normalise(query_BLHK, "layernorm") * (1.0 + query_scale_K)
             key_BSK = normalise(key_BSK, "layernorm") * (1.0 + key_scale_K)
         if m.positions == "rotary":
-            cosine_LK, sine_LK = positions.rotary_tables(L, K, m.rope_base)
-            by_head = cosine_LK[:, None], sine_LK[:, None]
+            cosine_LK: Any
+            sine_LK: Any
+            if behind is None:
+                cosine_LK, sine_LK = positions.rotary_tables(L, K, m.rope_base)
+            else:  # [B, L, K/2] both
+                tables = positions.rotary_tables(m.sequence_length, K, m.rope_base)
+                cosine_LK, sine_LK = (_rows(table, behind.positions_BL) for table in tables)
+            by_head = cosine_LK[..., None, :], sine_LK[..., None, :]
             query_BLHK = positions.rotate(query_BLHK, by_head)
             key_BSK = positions.rotate(key_BSK, (cosine_LK, sine_LK) if groups is None else by_head)
         query_BLHK = query_BLHK * m.score_scale
 
         heads_H = split.index() * H + jnp.arange(H)
         slopes_H = jnp.asarray(positions.alibi_slopes(m.num_heads))[heads_H]
+        if behind is not None:
+            new_BLGK = (x.astype(self.dtype).reshape(B, L, -1, K) for x in (key_BSK, value_BSK))
+            kept = Kept(
+                *map(functools.partial(_appended, first_B=behind.first_B), behind.kept, new_BLGK)
+            )
+            heads_BLHK = attention.cached(
+                query_BLHK.astype(self.dtype),
+                *kept,
+                behind.visible_BLS,
+                behind.positions_BL,
+                slopes_H if m.positions == "alibi" else None,
+            )
+            heads_TX = heads_BLHK.reshape(T, H * K)
+            return product("attention", heads_TX, w_attention_HKD.reshape(H * K, D)), kept
         given = attention.Given(
             documents_BL,
             slopes_H if m.positions == "alibi" else None,
@@ -411,15 +474,93 @@ def _hidden(
     return _finished(params, x_BLd, m, split).astype(dtype), seen
 
 
+def continued(
+    params: Params,
+    ids_BL: jax.Array,
+    kept: tuple[Kept, ...],
+    first_B: jax.Array,
+    *,
+    settings: config.Model,
+    dtype: jnp.dtype,
+    documents_BS: jax.Array | None = None,
+    gather_layer: collections.abc.Callable[[Any], Params] = lambda layer: layer,
+    product: Product = _plain_product,
+    split: Split = UNDIVIDED,
+) -> tuple[jax.Array, tuple[Kept, ...]]:
+    """`hidden` of tokens that continue those whose keys and values are kept.
+
+    Args:
+      params: as of `hidden`, but `layers` a tuple of one tree a layer: XLA would copy each slice
+        of stacked ones, and reading parameters is most of the work.
+      ids_BL: each row's next tokens.
+      kept: from `nothing_kept`, or from the call before. It is not looked at beyond a row's
+        tokens so far.
+      first_B: i32, how many tokens each row has so far; with the new ones at most as many as
+        there are slots.
+      documents_BS: numbers of documents as from attention.document_numbers, of all slots.
+    Returns:
+      [B, L, d], and `kept` with the new tokens.
+    """
+    m = settings
+    L, S = ids_BL.shape[1], kept[0].key_BGSK.shape[2]
+    positions_BL = first_B[:, None] + jnp.arange(L)
+    visible_BLS = jnp.arange(S) <= positions_BL[..., None]
+    if documents_BS is not None:
+        own_BL = jnp.take_along_axis(documents_BS, positions_BL, axis=1)
+        visible_BLS &= documents_BS[:, None] == own_BL[..., None]
+    block = Block(m, dtype, split)
+    x_BLd = _embedded(params, ids_BL, m, split, None, positions_BL)
+    keeps = []
+    for stored, kept_of_layer in zip(params["layers"], kept, strict=True):
+        behind = Behind(kept_of_layer, first_B, positions_BL, visible_BLS)
+        layer = {"params": gather_layer(stored)}
+        found: Any = block.apply(layer, x_BLd, None, product, None, behind)
+        x_BLd, keeps_of_layer = found
+        keeps.append(keeps_of_layer)
+    return _finished(params, x_BLd, m, split).astype(dtype), tuple(keeps)
+
+
+def nothing_kept(
+    settings: config.Model,
+    dtype: jnp.dtype,
+    num_rows: int,
+    num_slots: int,
+    split: Split = UNDIVIDED,
+) -> tuple[Kept, ...]:
+    """Room for the keys and values of `num_slots` tokens of each row: those that there are.
+
+    That is one of each where all heads share them (PaLM, section 2), and one a group of heads
+    otherwise; of this device's groups.
+    """
+    G = settings.num_key_value_heads
+    groups = G if G == 1 else G // split.size
+    shape = num_rows, groups, num_slots, settings.head_size
+    return tuple(
+        Kept(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(settings.num_layers)
+    )
+
+
 def _embedded(
-    params: Params, ids_BL: jax.Array, m: config.Model, split: Split, key: jax.Array | None
+    params: Params,
+    ids_BL: jax.Array,
+    m: config.Model,
+    split: Split,
+    key: jax.Array | None,
+    positions_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """What enters the first layer, [B, L, d]."""
+    """What enters the first layer, [B, L, d].
+
+    Args:
+      positions_BL: of the tokens; None: rows begin at 0.
+    """
     x_BLd = embed(params["embedding_VD"], ids_BL, split)
     if m.embedding_scale != 1:
         x_BLd = x_BLd * m.embedding_scale
     if m.positions == "learned":
-        x_BLd = with_positions(x_BLd, params["position_embedding_LD"], split)
+        table_LD = params["position_embedding_LD"]
+        if positions_BL is not None:
+            table_LD = _rows(table_LD, positions_BL)
+        x_BLd = with_positions(x_BLd, table_LD, split)
     if m.embedding_norm:
         given = params["embedding_norm_scale_D"], params["embedding_norm_bias_D"]
         x_BLd = normed(x_BLd, "layernorm", *given, split).astype(x_BLd.dtype)

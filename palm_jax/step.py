@@ -71,7 +71,7 @@ def controls(rate_scale: float = 1.0, skip_above: float = np.inf) -> Controls:
     return Controls(jnp.float32(rate_scale), jnp.float32(skip_above))
 
 
-def _gather(
+def gathered(
     params: model.Params, probes: model.Params | None, dtype: jnp.dtype, order: reductions.Order
 ) -> model.Params:
     """Stored slices of top-level parameters, or of one layer's, made whole along D."""
@@ -82,11 +82,6 @@ def _gather(
         probe = None if probes is None else probes[name]
         whole[name] = reductions.gather(shard, probe, None if dim < 0 else dim, compute, order)
     return whole
-
-
-def _split(order: reductions.Order) -> Split:
-    size = jax.lax.axis_size("tensor")
-    return UNDIVIDED if size == 1 else reductions.OverTensor(size, order)
 
 
 @jax.custom_vjp
@@ -112,7 +107,9 @@ _gradients_together.defvjp(lambda hidden, table: ((hidden, table), None), _toget
 
 def split_of(settings: config.Config) -> Split:
     """How the devices along `tensor` share the model; must run where the mesh axes are bound."""
-    return _split(reductions.order_of(settings.numerics))
+    size = jax.lax.axis_size("tensor")
+    order = reductions.order_of(settings.numerics)
+    return UNDIVIDED if size == 1 else reductions.OverTensor(size, order)
 
 
 def outputs(
@@ -141,14 +138,14 @@ def _outputs(
     """As `outputs`, with what the layers show if `observed`; arguments as of `_microbatch`."""
     dtype = precision.compute_dtype(settings.precision)
     order = reductions.order_of(settings.numerics)
-    split = _split(order)
+    split = split_of(settings)
     documents_BL = (
         attention.document_numbers(inputs_BL, end_of_document)
         if settings.model.isolate_documents
         else None
     )
     top = {name: leaf for name, leaf in params.items() if name != "layers"}
-    whole = _gather(top, probes, dtype, order)
+    whole = gathered(top, probes, dtype, order)
     whole["layers"] = params["layers"], None if probes is None else probes["layers"], scales
     found: Any = (model.observed_hidden if observed else model.hidden)(
         whole,
@@ -156,7 +153,7 @@ def _outputs(
         settings=settings.model,
         dtype=dtype,
         documents_BL=documents_BL,
-        gather_layer=lambda stored: _gather(stored[0], stored[1], dtype, order),
+        gather_layer=lambda stored: gathered(stored[0], stored[1], dtype, order),
         layer_product=lambda stored: (
             None if stored[2] is None else float8.product(stored[2], settings.precision, dtype)
         ),
@@ -508,7 +505,7 @@ def train_step(
             gradient_norm=gradient_norm,
             optimizer_before=optimizer_before,
             optimizer_after=optimizer_state,
-            split=_split(order),
+            split=split_of(settings),
             matrices=matrices,
         )
     if summed.microbatch_digests is not None:

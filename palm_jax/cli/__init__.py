@@ -26,13 +26,15 @@ from palm_jax.cli import (
     doctor,
     evaluate,
     export,
+    generate,
     lab,
     logbook,
-    plan,
     memorisation,
+    plan,
     replay,
     report,
     selftest,
+    serve,
     spikes,
     train,
 )
@@ -86,6 +88,10 @@ app.command(name="import", epilog="Example: palm-jax import exported --run runs/
 app.command(epilog="Example: palm-jax memorisation runs/quickstart --sequences 200")(
     memorisation.memorisation
 )
+app.command(
+    epilog="Example: palm-jax generate runs/quickstart --prompt 'def main(' --temperature 0.8"
+)(generate.generate)
+app.command(epilog="Example: palm-jax serve runs/quickstart --port 8000")(serve.serve)
 app.add_typer(lab.app, name="lab")
 app.add_typer(selftest.app, name="selftest")
 

@@ -48,7 +48,7 @@ embed.defvjp(_embed_forward, _embed_backward)
 
 
 def with_positions(x_BLd: jax.Array, positions_LD: jax.Array, split: Split) -> jax.Array:
-    """Add a learned vector for each position, f32[L, D], in float32.
+    """Add a learned vector for each position, f32[L, D] or f32[B, L, D], in float32.
 
     So its gradient is a float32 sum over sequences.
     """

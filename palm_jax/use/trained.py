@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import pathlib
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +17,7 @@ from palm_jax.corpus.corpora import Corpora, are_there, open_corpus
 from palm_jax.corpus.joint import Contents
 from palm_jax.corpus.reader import Corpus
 from palm_jax.course import Course
-from palm_jax.errors import WrongInput
+from palm_jax.errors import CannotDo, WrongInput
 from palm_jax.record import logbook, segments
 from palm_jax.record.checkpoints import Checkpoints
 from palm_jax.record.folder import RunFolder
@@ -146,6 +147,48 @@ def opened(
             rows = _NoRows(run, settings)
         course = Course(settings, described, rows, sharding.make_mesh(settings.mesh))
         yield TrainedRun(run, course, corpus)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a run's history had learned by one moment, without a corpus: to go on with texts."""
+
+    settings: config.Config  # in force at the step
+    mesh: jax.sharding.Mesh
+    tokenizer: tokenizers.Tokenizer
+    params: model.Params
+    segment: int
+    step: int  # the next one
+    damaged: tuple[str, ...]  # checkpoints that were passed over, with the reason
+
+
+def load(
+    run: RunFolder, settings: config.Config, step: int | None = None, segment: int | None = None
+) -> Model:
+    """The model whose next step is `step`, by default that of the segment's newest checkpoint.
+
+    Raises:
+      WrongInput: as `opened`, and TrainedRun.at.
+      CannotDo: this is one of several processes; as TrainedRun.at.
+    """
+    if jax.process_count() > 1:
+        raise CannotDo(
+            f"this is one of {jax.process_count()} processes, and a model is used in one; unset "
+            "JAX_COORDINATOR_ADDRESS, and choose a mesh that one process has"
+        )
+    # The kernel of splash is for TPUs; parameters are the same without it.
+    plain = settings.model.model_copy(update={"attention": "xla"})
+    with opened(run, settings.model_copy(update={"model": plain}), segment) as found:
+        moment = found.at(found.newest_step() if step is None else step)
+        return Model(
+            settings=moment.program.settings,
+            mesh=moment.program.mesh,
+            tokenizer=found.tokenizer(),
+            params=moment.params,
+            segment=found.segment,
+            step=moment.step,
+            damaged=moment.damaged,
+        )
 
 
 def corpus_to_evaluate(
