@@ -37,7 +37,7 @@ def memorisation(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """How much of its training data RUN's model recites (PaLM, section 9).
+    """How much of its training data RUN's model recites (PaLM, section 7).
 
     Passages of sequences that were trained on, each within one document: the model is given the
     first tokens and continues greedily, and a passage counts if all the rest comes out.

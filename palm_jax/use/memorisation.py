@@ -1,4 +1,4 @@
-"""How much of its training data a model can recite (PaLM, section 9).
+"""How much of its training data a model can recite (PaLM, section 7).
 
 From a passage of a sequence that was trained on, the model is given the first tokens and continues
 greedily; the passage counts as memorised if the rest comes out token by token. How often the
