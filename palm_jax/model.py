@@ -74,6 +74,11 @@ def _plain_product(name: str, x_TI: jax.Array, w_IO: jax.Array) -> jax.Array:
     return x_TI @ w_IO
 
 
+def _kept(x: jax.Array, settings: config.Model) -> jax.Array:
+    """x, by a name that model.remat keeps. No other program has it: a name alone may move bits."""
+    return checkpoint_name(x, attention.KEPT) if settings.remat == "attention" else x
+
+
 def _raised(x: jax.Array, alpha: float, branch: jax.Array) -> jax.Array:
     """alpha x + branch, float32."""
     return alpha * x.astype(jnp.float32) + branch.astype(jnp.float32)
@@ -185,7 +190,7 @@ class Block(nn.Module):
     def tokens(self, x_BLd: jax.Array) -> tuple[jax.Array, jax.Array]:
         """All tokens as one axis: this device's part of the stream [T, d], and the whole [T, D]."""
         x_Td = x_BLd.reshape(-1, x_BLd.shape[-1])
-        return x_Td, checkpoint_name(self.split.whole(x_Td), attention.KEPT)
+        return x_Td, _kept(self.split.whole(x_Td), self.settings)
 
     def kernel(self, name: str, letters: str, shape: tuple[int, ...], fans: tuple[int, int]) -> Any:
         """The kernel of the product `name`; `fans`: inputs and outputs on all devices."""
@@ -308,14 +313,14 @@ class Block(nn.Module):
         heads_BLHK, seen = found if self.observed else (found, None)
         heads_TX = heads_BLHK.reshape(T, H * K)
         if m.attention == "xla":  # splash names what it keeps, before it is turned
-            heads_TX = checkpoint_name(heads_TX, attention.KEPT)
+            heads_TX = _kept(heads_TX, m)
         return product("attention", heads_TX, w_attention_HKD.reshape(H * K, D)), seen
 
     def shared(self, name: str, normed_Td: jax.Array) -> jax.Array:
         """The one key or value of all heads [T, K]: computed once, each device a part of D."""
         D, K = self.settings.width, self.settings.head_size
         w_DK = self.kernel(name, "DK", (D, K), (D, K))
-        y_TK = checkpoint_name(self.split.total(normed_Td @ self.split.part(w_DK)), attention.KEPT)
+        y_TK = _kept(self.split.total(normed_Td @ self.split.part(w_DK)), self.settings)
         return self.biased(name, "K", y_TK, (K,))
 
     def grouped(self, name: str, normed_TD: jax.Array, product: Product) -> jax.Array:
@@ -456,7 +461,7 @@ def _hidden(
         multiply = layer_product(stored) or _plain_product
 
         def product(name: str, x_TI: jax.Array, w_IO: jax.Array) -> jax.Array:
-            return checkpoint_name(multiply(name, x_TI, w_IO), attention.KEPT)
+            return _kept(multiply(name, x_TI, w_IO), m)
 
         layer_key = None if key is None else jax.random.fold_in(key, number)
         params = {"params": gather_layer(stored)}

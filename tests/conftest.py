@@ -89,7 +89,7 @@ def few_mappings() -> collections.abc.Iterator[None]:
 @pytest.fixture
 def compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test that changes the code of a step."""
-    monkeypatch.setattr(f"{__name__}.PROGRAMS", {})
+    monkeypatch.setitem(globals(), "PROGRAMS", {})
 
 
 @pytest.fixture(scope="session")

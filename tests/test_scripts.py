@@ -252,7 +252,7 @@ def test_ci_uses_a_new_environment_and_removes_it(sandbox):
     assert quick == "-m pytest -n 2 --dist loadfile"
     # Every slow test once.
     assert slow.startswith("-m pytest -m slow ")
-    assert slow.endswith(" --ignore=tests/supervise")
+    assert slow.endswith(" --ignore=tests/supervise tests/tpu tests")
     assert apart.startswith("-m pytest -m slow ")
     assert apart.endswith(" tests/supervise")
 

@@ -78,7 +78,8 @@ def test_mirror_that_cannot_be_written_ends_the_run_by_name(mirrored, tmp_path):
     settings = mirrored(**{"checkpoint.mirror": str(tmp_path / "file" / "mirror")})
     with pytest.raises(CannotDo, match=r"checkpoint\.mirror=.*file/mirror could not be written"):
         train.train(settings, tmp_path / "run")
-    assert steps_in(tmp_path / "run")[-1] == 12
+    # The mirror works beside the training: it ends with the next save, or with the last.
+    assert steps_in(tmp_path / "run")[-1] in (8, 12)
 
 
 def test_mirror_of_another_run_is_refused(mirrored, tmp_path):
